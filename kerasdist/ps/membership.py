@@ -27,12 +27,14 @@ class Event:
     """An event of a worker.
 
     Attributes:
-        kind: "joined" (a new process with a lost worker's rank), "lost", "finished" or
-            "returned" (after a restart of the server).
+        kind: "joined" (a new process with a lost worker's rank), "lost", "finished",
+            "left" (it closed a strategy, and may create another one) or "returned"
+            (after a restart of the server).
         rank: The worker.
         address: Its address.
         clock: The last step that it had finished; 0 without a table.
         reason: The observed cause, without a full stop.
+        use: The number of the strategy that it has left; else 0.
     """
 
     kind: str
@@ -40,6 +42,7 @@ class Event:
     address: str
     clock: int
     reason: str = ""
+    use: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as a JSON object."""
@@ -59,6 +62,7 @@ class Event:
                 str(value["address"]),
                 int(value["clock"]),
                 str(value["reason"]),
+                int(value["use"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             raise errors.ProtocolError(
@@ -80,6 +84,8 @@ class WorkerRecord:
         clock: The last step that it has finished, for messages.
         returned: Whether it was a member before a restart of the server.
         joining: Whether it waits to join the others, which don't wait for it yet.
+        left: Number of the last strategy that it has left: its next one is another use
+            of the servers.
     """
 
     rank: int
@@ -91,6 +97,7 @@ class WorkerRecord:
     clock: int = 0
     returned: bool = False
     joining: bool = False
+    left: int = 0
 
     def __str__(self) -> str:
         """Return its name, for instance `rank 2 (10.0.0.3:2222)`."""
@@ -180,6 +187,17 @@ class Membership:
             worker.state = "finished"
             self._publish(
                 Event("finished", worker.rank, worker.address, worker.clock, reason)
+            )
+            self.changed.notify_all()
+
+    def leave(self, worker: WorkerRecord, use: int, reason: str) -> None:
+        """Note that a worker has closed a strategy, and stays itself."""
+        with self.changed:
+            if self.workers[worker.rank] is not worker or worker.state != "live":
+                return
+            worker.left = max(worker.left, use)
+            self._publish(
+                Event("left", worker.rank, worker.address, worker.clock, reason, use)
             )
             self.changed.notify_all()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,9 +18,13 @@ from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.local_sums.choice import report_servers
 from kerasdist.strategies.servers.arguments import check_arguments
-from kerasdist.strategies.servers.earlier import EarlierStrategy
 from kerasdist.strategies.servers.events import EventLog
 from kerasdist.strategies.servers.serving import serve_job
+from kerasdist.strategies.servers.shared_client import (
+    SharedClient,
+    note_elastic,
+    refuse_second,
+)
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
@@ -51,7 +56,9 @@ class ParameterServerStrategy(DataParallelStrategy):
     exception that ended the job; `serve` does the same without ending the process.
     Without cluster settings the server runs in the worker's process.
 
-    A job's servers serve one strategy, and end with it: create one per script.
+    A script may create several strategies, one after the other or at once, with the
+    same mode and time-outs: the servers serve all of them, until the processes of the
+    workers end. Those of an elastic job serve one strategy, and end with it.
 
     Args:
         mode: "sync": the servers sum the gradients of all workers in each step, and
@@ -111,8 +118,8 @@ class ParameterServerStrategy(DataParallelStrategy):
 
     Raises:
         ClusterError: The settings are wrong, there are several workers and no
-            server, or the servers serve another strategy of this script
-            (`AddressInUseError`: this server's port is in use).
+            server, or an earlier strategy of this script has other settings, or is that
+            of an elastic job (`AddressInUseError`: this server's port is in use).
             StartupError: Tasks are missing, or were given other arguments; they are
             named, with the reasons.
         AuthenticationError: Another job, or one with another secret, is at a
@@ -183,46 +190,52 @@ class ParameterServerStrategy(DataParallelStrategy):
             sys.exit(0)
         names = check_devices(devices)
         report_servers(names)
-        self._events: list[Event] = []
-        before = EarlierStrategy(place)
         job: StrategyJob
         extended: Any = SynchronousExtended
-        with before.explaining():
-            if bounds is not None:
-                link = ServerLink(
-                    place, settings, bounds.min_workers, transport=transport
-                )
-                job = elastic_job = connect_elastic(
-                    place,
-                    timeouts=before.limited(arguments.timeouts),
-                    replicas=len(names),
-                    min_workers=bounds.min_workers,
-                    grace=bounds.grace,
-                    start_workers=bounds.start_workers,
-                    needs=("seed",),
-                    link=link,
-                )
-                before.note(elastic_job)
-                self._traffic: _Traffic = link
-                extended = ElasticExtended
-            else:
-                job = client = _connect(
-                    place,
-                    settings,
-                    before.limited(arguments.timeouts),
-                    transport,
-                    len(names),
-                    EventLog(self._events),
-                )
-                before.note(client)
-                self._traffic = client.connections
-                if arguments.alone is not None:
-                    job = JobAlone(client, arguments.alone.grace)
-                    extended = ExtendedAlone
+        leave: Callable[[BaseException | None], None] | None = None
+        self._events: list[Event] = []
+        if bounds is not None:
+            refuse_second(place)
+            link = ServerLink(place, settings, bounds.min_workers, transport=transport)
+            job = elastic_job = connect_elastic(
+                place,
+                timeouts=arguments.timeouts,
+                replicas=len(names),
+                min_workers=bounds.min_workers,
+                grace=bounds.grace,
+                start_workers=bounds.start_workers,
+                needs=("seed",),
+                link=link,
+            )
+            note_elastic(place, elastic_job)
+            self._traffic: _Traffic = link
+            extended = ElasticExtended
+        else:
+            shared = SharedClient.get(
+                place,
+                {
+                    **dataclasses.asdict(settings),
+                    "timeout": timeout,
+                    "startup_timeout": startup_timeout,
+                    "heartbeat_timeout": heartbeat_timeout,
+                    "transport": transport,
+                    "replicas": len(names),
+                },
+                lambda events: _connect(
+                    *(place, settings, arguments.timeouts, transport, len(names)),
+                    EventLog(events),
+                ),
+            )
+            job, self._events = shared.client, shared.events
+            leave = shared.leaving()
+            self._traffic = shared.client.connections
+            if arguments.alone is not None:
+                job, leave = JobAlone(shared.client, arguments.alone.grace), None
+                extended = ExtendedAlone
         # A worker that is alone trains as one process does.
         if mode == "async" and (place.size > 1 or snapshot_dir is not None):
             extended = AsyncExtended
-        super().__init__(place, names, job, arguments.options, extended)
+        super().__init__(place, names, job, arguments.options, extended, leave)
 
     @staticmethod
     def serve(mode: str = "sync", *, devices: Any = None, **arguments: Any) -> None:

@@ -180,24 +180,33 @@ SHARES = [
 
 
 def test_servers_serve_until_all_workers_have_finished_and_end_well():
-    # A second strategy finds the servers taken, and says so at once.
+    # Also a second strategy of the script, and a third when both are closed.
     script = (
         script_of(epochs=2)
         + """
+def gathered(strategy):
+    found = strategy.communicator.all_gather(np.int64(strategy.rank))
+    print("RESULT", json.dumps([int(each[0]) for each in found]))
+
+same = {"timeout": 40, "startup_timeout": 60, "heartbeat_timeout": 30.0}
+with kerasdist.ParameterServerStrategy(**same) as second:
+    gathered(second)
+gathered(strategy)
+strategy.close()
 try:
-    kerasdist.ParameterServerStrategy()
+    kerasdist.ParameterServerStrategy("async", **same)
 except kerasdist.errors.ClusterError as error:
     print("RESULT", json.dumps(str(error)))
-gathered = strategy.communicator.all_gather(np.int64(strategy.rank))
-print("RESULT", json.dumps([int(each[0]) for each in gathered]))
+third = kerasdist.ParameterServerStrategy(initial_state="broadcast", **same)
+gathered(third)
 """
     )
     with Workers(script, 2, servers=2, deadline=90) as job:
         finished = job.succeed()
     for worker in finished[:2]:
-        message, gathered = worker.results
-        assert message.startswith("A job's servers serve one strategy, and end with it")
-        assert gathered == [0, 1]
+        *gathered, message, last = worker.results
+        assert [*gathered, last] == [[0, 1]] * 3
+        assert "with mode='async'; the first one has mode='sync'" in message
     for index, server in enumerate(finished[2:]):
         name = rf"kerasdist: server {index} of 2 \({job.addresses[2 + index]}\)"
         found = re.search(

@@ -68,6 +68,9 @@ class ServerClient(ControlRequests):
         communicator: Collectives between all live workers, through the servers.
         events: The events of other workers, in order, as server 0 reports them.
         tables: The tables that were opened.
+        use: Number of the newest strategy that uses it, from 1.
+        fits: How often `fit` was called.
+        datasets: The number of datasets whose batches are claimed.
     """
 
     def __init__(
@@ -87,6 +90,9 @@ class ServerClient(ControlRequests):
         self.seed = 0
         self.events: list[Event] = []
         self.tables: list[RemoteTable] = []
+        self.use = 1
+        self.fits = self.datasets = 0
+        self._uses = {1}
         self.rank = cluster.rank or 0
         addresses = cluster.workers or ("this process",)
         self.peers = tuple(Peer(r, address) for r, address in enumerate(addresses))
@@ -220,7 +226,7 @@ class ServerClient(ControlRequests):
         """See `Job.check`."""
         if self._failure is not None:
             raise copy_to_raise(self._failure)
-        if self._closed:
+        if self._closed or not self._uses:
             raise errors.TransportClosed(
                 "The connection to the parameter servers is closed. Create a new "
                 "strategy to continue."
@@ -330,6 +336,28 @@ class ServerClient(ControlRequests):
 
     # The end.
 
+    def use_again(self) -> None:
+        """Let another strategy of this process use it."""
+        with self._changed:
+            self.use += 1
+            self._uses.add(self.use)
+
+    def leave(self, use: int) -> None:
+        """End the use by a strategy of this process that has been closed.
+
+        After the last one, others that wait for this worker, in the same strategy of
+        theirs, don't wait any longer. Doesn't wait itself.
+
+        Args:
+            use: The strategy's number.
+        """
+        with self._changed:
+            self._uses.discard(use)
+            if self._closed or self._failing is not None or self._uses:
+                return
+        left = Goodbye("it closed its strategy", False, use=self.use)
+        self.connections.send_goodbye(left)
+
     def close(
         self,
         error: BaseException | None = None,
@@ -385,8 +413,9 @@ class ServerClient(ControlRequests):
         if self.joining:
             return "this worker hasn't joined the others yet"
         for event in reversed(self.events):
-            if event.rank == 0:
-                return event.reason if event.kind in ("lost", "finished") else None
+            if event.rank == 0 and (event.kind != "left" or event.use >= self.use):
+                gone = event.kind in ("lost", "finished", "left")
+                return event.reason if gone else None
         return None
 
     # Frames on control connections.

@@ -221,7 +221,7 @@ class ServerCommunicator(CheckedCommunicator):
             self._client.request_all([lambda _: request] * self._client.servers)
 
     def _meta(self) -> dict[str, Any]:
-        return {"do": "meet", "step": self.step}
+        return {"do": "meet", "step": self.step, "use": self._client.use}
 
     def _note(self, call: Call, answers: list[Message]) -> None:
         self.ranks = tuple(int(rank) for rank in answers[0].meta["ranks"])

@@ -28,6 +28,7 @@ class Job(abc.ABC):
     Attributes:
         step: The last step, for messages.
         recorder: Gets spans of packing, sending and waiting; or None.
+        use: Number of the strategy that uses it, from 1.
     """
 
     cluster: Cluster
@@ -37,6 +38,7 @@ class Job(abc.ABC):
     peers: tuple[Peer, ...]
     step: int
     recorder: Recorder | None = None
+    use: int = 1
 
     @property
     @abc.abstractmethod

@@ -47,9 +47,10 @@ _BLOCK_BYTES = 256 << 10
 class _Round:
     """One collective: the arrays of the workers that have joined, and its result."""
 
-    def __init__(self, first: WorkerRecord, call: Call) -> None:
+    def __init__(self, first: WorkerRecord, call: Call, use: int) -> None:
         self.first = first
         self.call = call
+        self.use = use
         self.brought: dict[int, Sequence[Array]] = {}
         self.rooms: dict[int, Array] = {}
         self.common: Array | None = None
@@ -95,6 +96,7 @@ class ServerCollectives:
         place: Place | None,
         deadline: Deadline,
         facts: Mapping[str, Any] | None = None,
+        use: int = 1,
     ) -> tuple[list[Array], list[int]]:
         """Take part in a collective.
 
@@ -106,6 +108,7 @@ class ServerCollectives:
                 worker's.
             deadline: When to give up.
             facts: The values for workers that join here, if this is a join barrier.
+            use: Number of the strategy of the worker that calls it.
 
         Returns:
             The result, not to be changed, and the ranks that took part. Of
@@ -137,7 +140,7 @@ class ServerCollectives:
                 worker.joining = False
                 if call.sequence <= self.number:
                     return [], []
-            round = self._enter(worker, call)
+            round = self._enter(worker, call, use)
             round.facts = facts
             if round.result is not None:
                 return round.result, round.ranks
@@ -217,7 +220,7 @@ class ServerCollectives:
             if not self._round.brought:
                 self._round = None
 
-    def _enter(self, worker: WorkerRecord, call: Call) -> _Round:
+    def _enter(self, worker: WorkerRecord, call: Call, use: int) -> _Round:
         members = self._membership
         if members.failure is not None:
             raise members.failure
@@ -226,7 +229,7 @@ class ServerCollectives:
             # A repeated request: the reply was lost.
             return last
         if self._round is None:
-            self._round = _Round(worker, call)
+            self._round = _Round(worker, call, use)
         elif self._round.call != call:
             raise members.fail(_mismatch(self._round, worker, call))
         return self._round
@@ -235,6 +238,8 @@ class ServerCollectives:
         number = round.call.sequence
         for worker in self._membership.live():
             if worker.rank in round.brought or worker.joining:
+                continue
+            if worker.left >= round.use:
                 continue
             if worker.met < number:
                 return False
@@ -249,7 +254,11 @@ class ServerCollectives:
                 )
         # Left in good order while others still need it: as bad as lost, if all are
         # needed in each step.
-        gone = [p for p in self._membership.workers if p.state == "finished"]
+        gone = [
+            p
+            for p in self._membership.workers
+            if p.state == "finished" or p.left >= round.use
+        ]
         if gone and self._tables.mode == "sync":
             raise self._membership.fail(
                 errors.WorkerLost(

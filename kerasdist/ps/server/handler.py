@@ -64,19 +64,30 @@ class Goodbye:
         reason: In words, without a full stop.
         failed: Whether its script ended with an error.
         cause: The job's failure, if the worker leaves because of it.
+        use: The number of the strategy that it leaves, if it stays itself; else 0.
     """
 
     def __init__(
-        self, reason: str, failed: bool, cause: errors.CollectiveError | None = None
+        self,
+        reason: str,
+        failed: bool,
+        cause: errors.CollectiveError | None = None,
+        use: int = 0,
     ) -> None:
         self.reason = reason
         self.failed = failed
         self.cause = cause
+        self.use = use
 
     def to_json(self) -> dict[str, Any]:
         """Return the goodbye as a JSON object."""
         cause = None if self.cause is None else encode(self.cause).decode()
-        return {"reason": self.reason[:1000], "failed": self.failed, "cause": cause}
+        return {
+            "reason": self.reason[:1000],
+            "failed": self.failed,
+            "cause": cause,
+            "use": self.use,
+        }
 
     @classmethod
     def from_payload(cls, payload: bytes) -> Goodbye:
@@ -91,6 +102,7 @@ class Goodbye:
             str(value.get("reason")),
             value.get("failed") is True,
             decode(cause)[0] if isinstance(cause, str) else None,
+            _whole(value, "use"),
         )
 
 
@@ -164,7 +176,7 @@ class RequestHandler:
         if event.kind == "joined" and self.snapshotter is not None:
             # A restarted server refuses workers that aren't in its snapshot.
             self.snapshotter.request(at_once=True)
-        if event.kind in ("lost", "finished"):
+        if event.kind in ("lost", "finished", "left"):
             self.tables.drop(event.rank)
             self.collectives.forget(event.rank)
         if event.kind == "lost" and self.logs:
@@ -179,6 +191,9 @@ class RequestHandler:
 
     def on_goodbye(self, worker: WorkerRecord, goodbye: Goodbye) -> None:
         """Handle a worker's goodbye."""
+        if goodbye.use:
+            self.membership.leave(worker, goodbye.use, goodbye.reason)
+            return
         if goodbye.cause is not None and self.settings.mode == "sync":
             self.membership.fail(goodbye.cause)
         if isinstance(goodbye.cause, errors.ServerLost):
@@ -266,8 +281,9 @@ class RequestHandler:
                 worker.clock = max(worker.clock, _whole(meta, "step"))
             place = channel.place if channel.kind == "shared_memory" else None
             facts = meta.get("gate") if isinstance(meta.get("gate"), dict) else None
+            use = _whole(meta, "use")
             result, ranks = self.collectives.join_round(
-                worker, call, arrays, place, deadline, facts
+                worker, call, arrays, place, deadline, facts, use
             )
             with self.membership.changed:
                 clocks = self.tables.clocks_of(worker.rank)

@@ -91,12 +91,14 @@ class DynamicData:
             parts.append("each worker's own")
         self._words = ", ".join(parts)
         self.datasets += 1
+        client = self._workers.client
+        client.datasets += 1
         self.newest = DynamicDataset(
             self._workers,
             self._weights,
             self._timer,
             source,
-            self.datasets,
+            client.datasets,
             self._begin,
         )
         return self.newest

@@ -113,7 +113,7 @@ class AsyncEpochs:
         present = self.data.present
         if present is None or len(self._workers.client.peers) == 1:
             return
-        offset, fits = self.weights.offset, self.weights.fits
+        offset, fits = self.weights.offset, self._workers.client.fits
         facts: dict[str, Any] = {"fit": fits, "epoch": epoch, "offset": offset}
         facts |= {"data": present.facts(), "known": known}
         if self._workers.live.join_barrier(facts):
@@ -122,7 +122,7 @@ class AsyncEpochs:
 
     def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
         """Join the others; return the epoch that begins, and their facts."""
-        entry = enter(self._workers.client, self.weights.fits)
+        entry = enter(self._workers.client, self._workers.client.fits)
         self._workers.live.enter(entry.met, entry.ranks)
         facts = entry.facts
         if self.data.newest is not None:

@@ -31,7 +31,6 @@ class SharedTables:
     Attributes:
         count: Counts the steps of all workers.
         progress: See `StepCount.progress`.
-        fits: How often `fit` was called.
     """
 
     def __init__(self, workers: AsyncWorkers) -> None:
@@ -43,7 +42,6 @@ class SharedTables:
         self._own: list[SharedWeights] = []
         self.count = StepCount(workers.devices[0])
         self.progress = self.count.progress
-        self.fits = 0
         self._resumed: int | None = None
         self._trained: tuple[Sequence[Any], Any, Sequence[bool]] = ((), None, ())
 
@@ -67,7 +65,7 @@ class SharedTables:
         `sparse` has for each variable whether few of its rows change in a step. A
         late worker waits for `join`.
         """
-        self.fits += 1
+        self._workers.client.fits += 1
         self._trained = variables, optimizer, sparse
         steps, self._resumed = self._resumed, None
         if self._workers.client.joining:

@@ -35,6 +35,9 @@ class DataParallelStrategy(BlockStrategy):
         job: The connected workers.
         options: The strategy's options.
         extended: The class of the strategy's extended object.
+        leave: Ends this strategy's use of a job that others of this process may use,
+            too; it's given the error that ended it, or None. By default the strategy
+            closes its job.
     """
 
     # TensorFlow's MirroredExtended reads it from its strategy.
@@ -47,6 +50,7 @@ class DataParallelStrategy(BlockStrategy):
         job: StrategyJob,
         options: Options,
         extended: Callable[..., Any] = SynchronousExtended,
+        leave: Callable[[BaseException | None], None] | None = None,
     ) -> None:
         self._job = job
         self._place = place
@@ -61,7 +65,9 @@ class DataParallelStrategy(BlockStrategy):
             job.close(error)
             raise
         # Without a reference to the strategy, so that it can be collected.
-        self._finalizer = weakref.finalize(self, job.close)
+        self._leave_job = leave or job.close
+        self._shares_job = leave is not None
+        self._finalizer = weakref.finalize(self, self._leave_job, None)
         self._finalizer.atexit = False
         close_at_exit(job)
 
@@ -170,8 +176,9 @@ class DataParallelStrategy(BlockStrategy):
     def _leave(self, error: BaseException | None) -> None:
         _keras.end_use(self.extended.kerasdist.hooks)
         if self._finalizer.detach() is not None:
-            self._job.close(error)
-        forget(self._job)
+            self._leave_job(error)
+        if error is not None or not self._shares_job:
+            forget(self._job)
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
         # Keras copies models' attributes, but there must be only one strategy.

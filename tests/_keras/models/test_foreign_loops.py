@@ -188,7 +188,6 @@ result([known, history, evaluated, weights, second, plain])
         assert evaluated < history[0]
         assert weights == found[0][3]
         assert second[0] == "ClusterError"
-        assert "serve one strategy" in second[1]
-        assert "before is open" in second[1]
+        assert "the first one has timeout=60" in second[1]
         assert plain[0] == "RuntimeError"
         assert "inside of `strategy.run`" in plain[1]

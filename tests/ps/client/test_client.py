@@ -340,3 +340,26 @@ def test_the_first_failure_is_told_once_before_other_threads_may_end_the_process
         assert [error.rank for error in told[0]] == [1]
         assert job.clients[0].failure is told[0][0]
     assert set(known) == {None}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_closes_a_strategy_is_not_waited_for_until_its_next_one(mode):
+    with Servers(2, 1, kind="tcp", mode=mode) as job:
+        first, second = job.clients
+        second.use_again()
+        second.leave(1)  # another one is open
+        job.run(lambda client: client.communicator.barrier())
+        second.leave(2)
+        with pytest.raises(errors.TransportClosed, match="Create a new strategy"):
+            second.check()
+        first.use_again()
+        second.use_again()
+        job.run(lambda client: client.communicator.barrier())
+        second.leave(3)
+        if mode == "sync":
+            with pytest.raises(errors.WorkerLost, match="closed its strategy"):
+                first.communicator.barrier()
+        else:
+            first.communicator.barrier()
+            assert first.communicator.ranks == (0,)
+            assert [event.kind for event in first.events] == ["left"] * 2

@@ -1,0 +1,128 @@
+"""The connection of this process to its servers, which all its strategies share.
+
+Servers stay until the workers' processes end. A strategy that is closed says so, and
+the others don't wait for it; the next one of the script goes on with the connection:
+
+    strategy 1   connects ── trains ── close: left 1
+    strategy 2                                use 2 ── trains ── end of the process
+    servers      serve ................................................ end
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist.cluster import Cluster
+from kerasdist.errors import ClusterError
+from kerasdist.ps import Event, ServerClient
+
+__all__ = ["SharedClient"]
+
+# By the servers' addresses.
+_clients: dict[tuple[str, ...], SharedClient] = {}
+# Those of elastic jobs, which end with their strategy.
+_elastic: dict[tuple[str, ...], weakref.ref[Any]] = {}
+
+
+class SharedClient:
+    """The connection of one process to its servers. Made by `SharedClient.get`.
+
+    Args:
+        client: The connection.
+        kept: The settings that all strategies of the script must have, by their names.
+        events: The events of other workers, which the connection appends to.
+
+    Attributes:
+        client: As given.
+        events: As given.
+    """
+
+    def __init__(
+        self, client: ServerClient, kept: dict[str, Any], events: list[Event]
+    ) -> None:
+        self.client = client
+        self.events = events
+        self._kept = kept
+
+    @classmethod
+    def get(
+        cls,
+        place: Cluster,
+        kept: dict[str, Any],
+        connect: Callable[[list[Event]], ServerClient],
+    ) -> SharedClient:
+        """Return the connection for another strategy; connect for the first one.
+
+        Args:
+            place: This task's place in the cluster.
+            kept: See the class.
+            connect: Connects, given a list for events.
+
+        Raises:
+            ClusterError: An earlier strategy of the script has other settings.
+        """
+        found = _clients.get(place.servers)
+        if found is None or found.client.closed:
+            events: list[Event] = []
+            found = cls(connect(events), kept, events)
+            if place.servers:
+                _clients[place.servers] = found
+            return found
+        differing = [name for name, value in kept.items() if found._kept[name] != value]
+        if differing:
+            given, first = (
+                ", ".join(f"{name}={values[name]!r}" for name in differing)
+                for values in (kept, found._kept)
+            )
+            raise ClusterError(
+                "A job's servers keep the settings of the script's first strategy. "
+                f"Received: another ParameterServerStrategy with {given}; the first "
+                f"one has {first}. Create all with the same settings, or start another "
+                "job."
+            )
+        found.client.use_again()
+        return found
+
+    def leaving(self) -> Callable[[BaseException | None], None]:
+        """Return what a strategy calls at its end, with the error that ended it."""
+        client, use = self.client, self.client.use
+
+        def leave(error: BaseException | None = None) -> None:
+            if error is not None or not client.cluster.servers:
+                client.close(error)
+            else:
+                client.leave(use)
+
+        return leave
+
+
+def refuse_second(place: Cluster) -> None:
+    """Refuse another strategy of an elastic job.
+
+    Raises:
+        ClusterError: There was one in this process.
+    """
+    known = _elastic.get(place.servers)
+    if known is None and place.servers not in _clients:
+        return
+    job = None if known is None else known()
+    closed = known is not None and (job is None or job.closed)
+    raise ClusterError(
+        "The servers of an elastic job serve one strategy, and end with it. Received: "
+        f"another ParameterServerStrategy with the servers {list(place.servers)}; the "
+        f"one that this script created before {'was closed' if closed else 'is open'}. "
+        "Create one, and let all models be created in its scope, also one after the "
+        "other."
+    )
+
+
+def note_elastic(place: Cluster, job: Any) -> None:
+    """Note the strategy of an elastic job."""
+    _elastic[place.servers] = weakref.ref(job)
+
+
+# A forked child isn't the worker.
+os.register_at_fork(after_in_child=_clients.clear)
