@@ -314,6 +314,11 @@ TABLE = (
     ),
     # In the class that defines it: Keras takes a `compile` elsewhere for a user's own.
     _placement(
+        "placement.trainer.begin_with_batch",
+        "a step begins when its batch is there",
+        f"{_MODEL}._make_function(self, step_function)",
+    ),
+    _placement(
         "placement.trainer.compile_model",
         "layers that were built by themselves are moved",
         f"{_BASE}.compile(self, ...)",

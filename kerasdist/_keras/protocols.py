@@ -150,10 +150,14 @@ class DataHooks(Protocol):
     Attributes:
         shards: Whether data are the same on all workers, and each takes its part.
         orders: How many seeds of orders were drawn since the script has set its seed.
+        length_unknown: Whether the end of the newest data shows only when they end.
     """
 
     shards: bool
     orders: int
+
+    @property
+    def length_unknown(self) -> bool: ...
 
     def distribute_arrays(self, data: Any) -> Any: ...
     def distribute_items(self, data: Any) -> Any | None: ...

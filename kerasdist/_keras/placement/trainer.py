@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from kerasdist._keras.placement.auto_placement import ensure_planned
@@ -16,6 +17,7 @@ from kerasdist._keras.protocols import hooks_of
 from kerasdist._tf.facets import facets_of
 
 __all__ = [
+    "begin_with_batch",
     "compile_model",
     "failure_behind",
     "init_epoch_iterator",
@@ -58,7 +60,7 @@ def make_function(
         function = getattr(trainer, f"{kind}_function")
         if function is not None and not isinstance(function, _Recorded):
             if kind == "train":
-                function = _count(trainer, function)
+                function = _count_ends(trainer, _count(trainer, function))
             recorded = _Recorded(placer, trainer, kind, function)
             setattr(trainer, f"{kind}_function", recorded)
     return getattr(trainer, f"{_KINDS[original.__name__]}_function")
@@ -139,6 +141,47 @@ def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
             raise
         counter.step = before + int(trainer.steps_per_execution)
         return result
+
+    return call
+
+
+def begin_with_batch(
+    original: Callable[..., Any], trainer: Any, step_function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Replace `_make_function`: begin a step when its batch is there.
+
+    Otherwise operations that need no batch, as `iterations.assign_add(1)`, are run or
+    not at the end of data: on other devices they don't know yet that there is none.
+    """
+
+    @functools.wraps(step_function)
+    def step(data: Any) -> Any:
+        leaves = tf.nest.flatten(data, expand_composites=True)
+        with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
+            return step_function(data)
+
+    placed = placer_of(trainer.distribute_strategy) is not None
+    made: Callable[..., Any] = original(trainer, step if placed else step_function)
+    return made
+
+
+def _count_ends(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same training function, which counts as plain Keras at ends of data.
+
+    There a step of plain Keras on data of unknown length finds no batch, and has
+    counted itself in `iterations`.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except tf.errors.OutOfRangeError:
+            optimizer = trainer.optimizer
+            scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            if optimizer is not None and not scales and not trainer.run_eagerly:
+                optimizer.iterations.assign_add(1)
+            raise
 
     return call
 

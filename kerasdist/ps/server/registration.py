@@ -46,6 +46,8 @@ _ANSWER_SECONDS = 5.0
 # Live workers retry about once per second; after this long the rest are presumed gone.
 RETURN_SECONDS = 10.0
 
+_ENDED = "its connection ended before all workers were connected"
+
 # A worker's rank, its connection, and its hello.
 Arrival = tuple[int, Connection, dict[str, Any]]
 
@@ -127,6 +129,11 @@ class Registrar:
         while len(self._pending) < len(self._workers):
             if self._stop.is_set():
                 raise errors.TransportClosed("This server was closed.")
+            ended = self._drop_ended()
+            if ended and self._once:
+                # Others give up because of the first, perhaps before it's seen here.
+                self._stop.wait(LOOK_SECONDS)
+                raise self._lost(sorted(ended + self._drop_ended()))
             if deadline.expired:
                 raise self._missing(deadline)
             for arrival in self._take(min(deadline.remaining(), LOOK_SECONDS)):
@@ -136,16 +143,13 @@ class Registrar:
                 error = self._dismiss(errors.StartupError(self._different))
                 self._turn_away(str(error))
                 raise error
-            ended = [
-                (rank, connection)
-                for rank, (_, connection) in self._pending.items()
-                if connection.ended
-            ]
-            for rank, connection in ended:
-                del self._pending[rank]
-                connection.close()
-            if ended and self._once:
-                raise self._lost(ended[0][0])
+
+    def _drop_ended(self) -> list[int]:
+        """Drop workers whose connection has ended; return their ranks."""
+        ended = [rank for rank, (_, line) in self._pending.items() if line.ended]
+        for rank in ended:
+            self._pending.pop(rank)[1].close()
+        return ended
 
     def _accept_handshake(
         self, rank: int, connection: Connection, hello: dict[str, Any]
@@ -164,26 +168,33 @@ class Registrar:
 
     def _missing(self, deadline: Deadline) -> errors.StartupError:
         reasons = {
-            rank: "it never connected to this server"
+            rank: _ENDED
+            if rank in self._arrived_ranks
+            else "it never connected to this server"
             for rank in range(len(self._workers))
             if rank not in self._pending
         }
-        names = ", ".join(f"rank {r} ({self._workers[r]})" for r in reasons)
+        names = "; ".join(
+            f"rank {r} ({self._workers[r]}): {reason}" for r, reason in reasons.items()
+        )
         return self._dismiss(
             errors.StartupError(
-                f"{names} didn't connect to server {self._handler.server} "
-                f"({self._address}) within {deadline.seconds:g} s. Are they running "
-                "(look at their output first), and can they reach this address?",
+                f"Not all workers connected to server {self._handler.server} "
+                f"({self._address}) within {deadline.seconds:g} s. Received: {names}. "
+                "Are they running (look at their output first), and can they reach "
+                "this address?",
                 reasons,
             )
         )
 
-    def _lost(self, rank: int) -> errors.StartupError:
-        reason = "its connection ended before all workers were connected"
+    def _lost(self, ranks: Sequence[int]) -> errors.StartupError:
+        names = ", ".join(f"rank {rank} ({self._workers[rank]})" for rank in ranks)
+        more = "" if len(ranks) == 1 else " One of them may have ended the others."
         return self._dismiss(
             errors.StartupError(
-                f"Rank {rank} ({self._workers[rank]}) was lost: {reason}.",
-                {rank: reason},
+                f"Workers were lost at the start. Received: {names}: {_ENDED}.{more} "
+                "Look at their output.",
+                dict.fromkeys(ranks, _ENDED),
             )
         )
 

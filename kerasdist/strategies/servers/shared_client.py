@@ -1,7 +1,7 @@
 """The connection of this process to its servers, which all its strategies share.
 
-Servers stay until the workers' processes end. A strategy that is closed says so, and
-the others don't wait for it; the next one of the script goes on with the connection:
+Servers stay until the workers' processes end. When a strategy is closed, others don't
+wait for this worker any longer; the next one of the script uses the same connection:
 
     strategy 1   connects ── trains ── close: left 1
     strategy 2                                use 2 ── trains ── end of the process

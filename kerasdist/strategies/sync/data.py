@@ -86,6 +86,14 @@ class SynchronousData:
         self._choice = DataChoice(options.data)
         self.shards = options.shards
 
+    @property
+    def length_unknown(self) -> bool:
+        """Whether the end of the data that `fit` was given shows only when they end."""
+        given = self._given
+        return given is not None and not (
+            given.endless or given.batches or given.samples
+        )
+
     def own_rows(self, batch: Any) -> Any:
         """Return this worker's rows of a global batch: per replica if several."""
         first, local, replicas = self._workers.data_layout

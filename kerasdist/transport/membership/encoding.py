@@ -12,9 +12,11 @@ import json
 import types
 import typing
 import zlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from kerasdist.errors import ProtocolError
+from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.membership.messages import Message
 from kerasdist.transport.wire.framing import MAX_CONTROL
 from kerasdist.transport.wire.messages import to_json
@@ -34,12 +36,16 @@ def encode(message: Message) -> bytes:
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), _LEVEL)
 
 
-def decode(payload: bytes) -> Message:
+def decode(payload: bytes, tasks: Collection[int] | None = None) -> Message:
     """Return the argument of `encode`.
+
+    Args:
+        payload: The bytes.
+        tasks: The ids that members may have; None: any.
 
     Raises:
         ProtocolError: The bytes aren't a message, or more than a control frame has,
-            compressed or not.
+            compressed or not; or it's about a member that there can't be.
     """
     value = to_json(_expanded(payload))
     kind = _KINDS.get(str(value.get("kind")))
@@ -54,7 +60,25 @@ def decode(payload: bytes) -> Message:
         raise ProtocolError(
             f"A message about membership is damaged: {str(error)[:200]}."
         ) from None
+    unknown = {each.id for each in _members(message)} - {*(tasks or ())}
+    if tasks is not None and unknown:
+        raise ProtocolError(
+            f"A message about membership names ranks {sorted(unknown)[:10]}, and the "
+            f"job has {len(tasks)} tasks."
+        )
     return message
+
+
+def _members(value: Any) -> Iterator[Member]:
+    """Yield the members that a message names."""
+    if isinstance(value, Member):
+        yield value
+    elif isinstance(value, (tuple, frozenset)):
+        for each in value:
+            yield from _members(each)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _members(getattr(value, field.name))
 
 
 def _expanded(payload: bytes) -> bytes:

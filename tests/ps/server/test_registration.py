@@ -13,8 +13,11 @@ from kerasdist import errors
 from kerasdist.ps import ServerSettings, Variable, enter
 from kerasdist.ps.client import network
 from kerasdist.ps.server import registration
+from kerasdist.ps.server.handler import RequestHandler
+from kerasdist.ps.server.registration import Registrar
 from kerasdist.ps.tables.snapshot import path_of
 from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from pace import bound
 from servers import Servers
@@ -71,6 +74,54 @@ def test_servers_in_another_order_are_refused():
         job.addresses.reverse()
         with pytest.raises(errors.StartupError, match="This is server 1 of the job"):
             job.connect(0)
+
+
+class Pending:
+    """A connection of a worker that waits for the others."""
+
+    def __init__(self):
+        self.ended = False
+        self.refused = None
+
+    def write_json(self, kind, value, deadline):
+        self.refused = value
+
+    def close(self):
+        pass
+
+
+def test_who_gives_up_because_of_a_lost_worker_is_not_taken_for_it_alone():
+    """Both connections end between two looks, in whatever order."""
+    settings = ServerSettings()
+    handler = RequestHandler(0, 1, 4, settings, Timeouts())
+    lines = [Pending() for _ in range(3)]
+    hello = {
+        "line": "control",
+        "server": 0,
+        "settings": settings.agreed(),
+        "incarnation": "x",
+        "replicas": 1,
+    }
+    arrivals = [[(rank, line, hello) for rank, line in enumerate(lines)]]
+
+    class Stop(threading.Event):
+        def wait(self, timeout=None):
+            # Meanwhile the other one is noticed.
+            lines[0].ended = True
+            return False
+
+    def take(seconds):
+        lines[1].ended = not arrivals
+        return arrivals.pop() if arrivals else []
+
+    registrar = Registrar(
+        *(handler, "here:1", [f"w{rank}:1" for rank in range(4)], take, Stop()),
+        lambda worker: None,
+        once=True,
+    )
+    with pytest.raises(errors.StartupError, match=r"rank 0 \(w0:1\), rank 1 \(w1:1\)"):
+        registrar.gather(Deadline(20.0))
+    assert sorted(lines[2].refused["missing"]) == [0, 1]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from devices import begin
 
@@ -116,3 +117,45 @@ def test_it_is_seen_if_the_backward_pass_stays_on_one_device(results):
     wrong = results[-1]
     assert wrong
     assert all("gradient_tape/" in operation for operation in wrong)
+
+
+# Before, `iterations` was counted or not at the end of data, as it came.
+UNKNOWN = """
+import json
+import numpy as np
+import tensorflow as tf
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras
+import kerasdist
+
+x = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+data = tf.data.Dataset.from_generator(
+    lambda: zip(x, x[:, :1]),
+    output_signature=(tf.TensorSpec((4,)), tf.TensorSpec((1,)))).batch(8)
+strategies = [
+    tf.distribute.get_strategy(),
+    kerasdist.ModelParallelStrategy({"last": "CPU:1", ".*": "CPU:0"}),
+]
+for strategy in strategies:
+    found = []
+    for _ in range(3):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([
+                keras.Input((4,)), keras.layers.Dense(8, name="first"),
+                keras.layers.Dense(1, name="last")])
+            model.compile(keras.optimizers.Adam(0.05), "mse")
+        losses = model.fit(data, epochs=3, verbose=0).history["loss"]
+        found.append([int(model.optimizer.iterations.numpy()), losses])
+    print("RESULT", json.dumps(found), flush=True)
+"""
+
+
+def test_steps_are_counted_as_by_keras_if_the_length_is_unknown():
+    with Workers(UNKNOWN, 1, env={"TF_CONFIG": None}, deadline=100) as job:
+        plain, placed = job.succeed()[0].results
+    for (mine, losses), (theirs, expected) in zip(placed, plain, strict=True):
+        assert mine == theirs
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import logging
 import queue
 import secrets
 import select
@@ -28,6 +29,7 @@ from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.log import background_log
 from kerasdist.transport.membership.encoding import decode, encode
 from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.membership.messages import Message
@@ -330,7 +332,8 @@ class Lines:
                 self._session, _PURPOSE, _POLL_SECONDS, self._stop
             ):
                 number = hello.get("incarnation")
-                if type(number) is not int:
+                if type(number) is not int or rank not in self._addresses:
+                    self._complain(rank, f"Its hello is damaged: {hello!r:.200}.")
                     connection.close()
                     continue
                 sender = Member(rank, number)
@@ -357,16 +360,31 @@ class Lines:
     def _read(self, sender: Member, connection: Connection) -> None:
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        with connection, contextlib.suppress(OSError, EOFError, ProtocolError):
+        with connection, contextlib.suppress(OSError, EOFError):
             while not self._stop.is_set():
                 if not poll.poll(_POLL_SECONDS * 1000):
                     continue
-                kind, payload = connection.read(Deadline(_SECONDS))
-                if kind is not FrameType.MEMBERSHIP:
-                    raise unexpected(kind)
-                message = decode(payload)
+                try:
+                    kind, payload = connection.read(Deadline(_SECONDS))
+                    if kind is not FrameType.MEMBERSHIP:
+                        raise unexpected(kind)
+                    message = decode(payload, self._addresses)
+                except ProtocolError as error:
+                    self._complain(sender.id, str(error))
+                    return
                 if self.receive is not None:
                     self.receive(sender, message)
+
+    def _complain(self, rank: int, why: str) -> None:
+        """Say why messages of a process aren't heeded: others may exclude it for it."""
+        background_log.log(
+            logging.WARNING,
+            "kerasdist: a message about membership from rank %d was ignored. %s The "
+            "other members exclude a worker of which they receive none. Do all tasks "
+            "run the same version, with the same cluster?",
+            rank,
+            why,
+        )
 
 
 def _limit(deadline: Deadline | None) -> Deadline:

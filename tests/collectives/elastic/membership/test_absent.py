@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import threading
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ from kerasdist.cluster.address import split_address
 from kerasdist.collectives.elastic.groups import introduce
 from kerasdist.collectives.elastic.membership.lines import Contact, Lines
 from kerasdist.transport.membership.epochs import Member
+from kerasdist.transport.membership.messages import Gone, Loss
 from kerasdist.transport.rendezvous.listener import Listener
+from waiting import wait_until
 from workers import Workers, free_ports
 
 pytestmark = pytest.mark.timeout(120)
@@ -86,6 +89,37 @@ def test_a_process_that_ends_is_dead_and_not_out_of_contact() -> None:
         thread.start()
         undo.callback(thread.join)
         assert lines.contact(Member(1)) is Contact.DEAD
+
+
+def test_messages_about_ranks_that_there_are_not_are_ignored_in_words(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of one that has the secret: a task of another cluster, or of another version."""
+    ports = free_ports(3)
+    addresses = {rank: f"127.0.0.1:{port}" for rank, port in enumerate(ports)}
+    mine = {rank: addresses[rank] for rank in range(2)}
+    secret = b"s" * 16
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with contextlib.ExitStack() as undo:
+
+        def lines(rank: int, known: dict[int, str]) -> Lines:
+            listener = Listener.acquire(addresses[rank], secret, 5.0)
+            undo.callback(listener.release)
+            made = Lines(Member(rank), known, secret, listener, "job")
+            undo.callback(made.close)
+            return made
+
+        here = lines(0, mine)
+        here.receive = lambda sender, message: received.put((sender, message))
+        other, stranger = lines(1, addresses), lines(2, addresses)
+        stranger.send(Member(0), Gone())
+        wait_until(lambda: "from rank 2 was ignored. Its hello" in caplog.text, "it")
+        other.send(Member(0), Loss(3, frozenset({Member(2)}), False))
+        wait_until(lambda: "names ranks [2], and the job has 2" in caplog.text, "it")
+        assert "from rank 1 was ignored" in caplog.text
+        other.send(Member(0), Gone())
+        assert received.get(timeout=10) == (Member(1), Gone())
+        assert received.empty()
 
 
 # Each process has two jobs; the chief leaves the first one.
