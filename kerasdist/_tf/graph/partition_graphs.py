@@ -53,7 +53,7 @@ def ran_graphs() -> Iterator[list[list[RunNode]]]:
         context.disable_graph_collection()
         for function in metadata.function_graphs:
             nodes = [node for graph in function.partition_graphs for node in graph.node]
-            made = {node.name: node for node in nodes if "output_shapes" in node.attr}
+            made = {node.name: node for node in nodes}
             found.append([_node(node, made) for node in nodes])
 
 
@@ -63,7 +63,10 @@ def _node(node: Any, made: dict[str, Any]) -> RunNode:
     _, _, output = source.partition(":")
     target = node.attr["recv_device"].s.decode() if sends else None
     maker = made.get(source.partition(":")[0]) if sends else None
-    shapes = maker.attr["output_shapes"].list.shape if maker is not None else ()
+    shapes = [] if maker is None else list(maker.attr["output_shapes"].list.shape)
+    if maker is not None and maker.op == "Const":
+        # Also what is sent so that an operation there waits: nothing, of shape (0,).
+        shapes = [maker.attr["value"].tensor.tensor_shape]
     return RunNode(
         name=node.name,
         op=node.op,

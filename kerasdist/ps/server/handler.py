@@ -102,7 +102,7 @@ class Goodbye:
             str(value.get("reason")),
             value.get("failed") is True,
             decode(cause)[0] if isinstance(cause, str) else None,
-            _whole(value, "use"),
+            _whole({"use": value.get("use", 0)}, "use"),
         )
 
 

@@ -165,8 +165,14 @@ class SynchronousExtended(SharingExtended):
             return value if known is None else lambda: _tf.as_operation(known)
         self._initial_value = None
 
+        alone = self.workers.communicator.size == 1
+        if alone and (len(self._devices) == 1 or _tf.executing_eagerly()):
+            return value
+
         def from_chief() -> Any:
             mine = _tf.initial_tensor(value, kwargs.get("dtype"))
+            if alone:
+                return mine
             try:
                 return self.first_value(mine)
             except CollectiveMismatch as error:
@@ -190,9 +196,7 @@ class SynchronousExtended(SharingExtended):
                 return _tf.as_operation(found)
             return from_chief()  # it's computed from tensors inside of the function
 
-        if not _tf.executing_eagerly():
-            return now
-        return value if self.workers.communicator.size == 1 else from_chief
+        return from_chief if _tf.executing_eagerly() else now
 
     def first_value(self, value: Any) -> Any:
         """Return the value that a new variable begins with on all workers."""

@@ -346,6 +346,7 @@ def test_the_first_failure_is_told_once_before_other_threads_may_end_the_process
 def test_who_closes_a_strategy_is_not_waited_for_until_its_next_one(mode):
     with Servers(2, 1, kind="tcp", mode=mode) as job:
         first, second = job.clients
+        first.use_again()
         second.use_again()
         second.leave(1)  # another one is open
         job.run(lambda client: client.communicator.barrier())
@@ -362,4 +363,5 @@ def test_who_closes_a_strategy_is_not_waited_for_until_its_next_one(mode):
         else:
             first.communicator.barrier()
             assert first.communicator.ranks == (0,)
-            assert [event.kind for event in first.events] == ["left"] * 2
+            kinds = [event.kind for event in first.events]
+            assert set(kinds) == {"left"}
