@@ -77,7 +77,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-epoch-check bench-chief-data bench-heartbeats bench-membership
 .PHONY: bench-elastic bench-tls gpu-check
-.PHONY: test-versions test-oldest test-newest test-next
+.PHONY: test-versions test-oldest test-newest test-next test-pages
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -117,6 +117,11 @@ test-next: $(VENV)/.test
 	PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python $(PYTEST) \
 	  tests/strategies/test_equivalence.py tests/_keras/test_install.py tests/_keras/test_patches.py \
 	  tests/_keras/test_tracebacks.py $(PYTEST_ARGS)
+
+# All that the pages tell to type; `make test` runs a quarter of it.
+test-pages: $(VENV)/.test
+	PAGES=all $(BIN)/python $(PYTEST) tests/package/test_pages.py $(PYTEST_ARGS)
+	@PYTHONPATH=tests/support $(BIN)/python tests/package/test_pages.py
 
 viewers: .venv-viewers/.created
 

@@ -174,7 +174,8 @@ def commands() -> list[list[str]]:
     found = []
     for name in DOCUMENTS:
         text = read(name)
-        places = [*indented(text), *re.findall(r"`([^`\n]+)`", text)]
+        typed = "".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+        places = [*indented(text), *typed, *re.findall(r"`([^`\n]+)`", text)]
         for place in places:
             words = shlex.split(place, comments=True) if "kerasdist " in place else []
             while words and words[0] in ("srun", "python", "-m"):

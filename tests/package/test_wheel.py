@@ -3,113 +3,21 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheels import VERSION, install, run
 
-import kerasdist._version
-from pace import bound
 from places import ROOT
-from workers import python_env
 
-VERSION = kerasdist._version.__version__
 # Which file would be imported, without the import of TensorFlow.
 FIND = """
 import importlib.util
 print(importlib.util.find_spec("kerasdist.callbacks").origin)
 """
-
-
-def run(*command, cwd, **env):
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        # Without PYTHONPATH: what is imported must be what was installed.
-        env={k: v for k, v in python_env(env).items() if k != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=bound(120),
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def tracked():
-    """The paths of the repository's files, as text."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("needs a git checkout, to know what belongs to the repository")
-    # A checkout of somebody else's is refused by git unless told otherwise.
-    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
-    return [path for path in run(*command, cwd=ROOT).split("\0") if path]
-
-
-@pytest.fixture(scope="module")
-def source(tracked, tmp_path_factory):
-    """A copy of what is tracked, and of nothing else."""
-    folder = tmp_path_factory.mktemp("source")
-    for name in tracked:
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dist(source, tmp_path_factory):
-    """The folder with the sdist, and the wheel that was built from it."""
-    folder = tmp_path_factory.mktemp("dist")
-    # No isolation: setuptools is installed with the test extra, and pinned.
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
-    run(*build, "--sdist", cwd=source)
-    with tarfile.open(folder / f"kerasdist-{VERSION}.tar.gz") as archive:
-        unpacked = tmp_path_factory.mktemp("unpacked")
-        archive.extractall(unpacked, filter="data")
-    run(*build, "--wheel", cwd=unpacked / f"kerasdist-{VERSION}")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def wheel(dist):
-    return dist / f"kerasdist-{VERSION}-py3-none-any.whl"
-
-
-def install(folder, *what, cwd):
-    """Creates a virtual environment, installs into it, returns its bin folder.
-
-    TensorFlow and the rest come from the environment of the tests: a `.pth` file
-    names its folder. Editable installs of that environment don't come along,
-    because `.pth` files aren't read in a folder that a `.pth` file has added.
-    """
-    venv.create(folder, with_pip=False)
-    python = str(folder / "bin" / "python")
-    script = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(run(python, "-c", script, cwd=folder).strip())
-    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (site / "tests.pth").write_text("\n".join(sorted(paths)) + "\n")
-    run(
-        *(sys.executable, "-m", "pip", "--python", python, "install", "--quiet"),
-        # Also where the tests' environment has kerasdist already.
-        *("--ignore-installed", "--no-deps", "--no-index", "--no-build-isolation"),
-        *what,
-        cwd=cwd,
-    )
-    return folder / "bin"
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    """The bin folder of a virtual environment with the wheel in it."""
-    folder = tmp_path_factory.mktemp("venv")
-    return install(folder, str(wheel), cwd=folder)
 
 
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel, tracked):

@@ -1,0 +1,248 @@
+"""What a page tells a reader to type is run, as it stands there.
+
+Each page has a folder of its own, with a script `train.py`, in which its `bash` blocks
+are run in order; its `python` blocks are run after each other in one interpreter, after
+what they take as given. kerasdist is there as its wheel installs it. Comments of a page
+say more about the block that follows:
+
+    <!-- not run: REASON -->     it needs what this machine hasn't
+    <!-- file: NAME -->          it's a file, which later blocks use
+    <!-- printed -->             this text is what the block before it prints; numbers
+                                 and what depends on the machine may differ
+
+`make test-pages` runs all pages, `make test` those of `SOME`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from pace import bound
+from places import ROOT
+
+# README, and a quarter of all blocks with it.
+SOME = ("README.md", "docs/callbacks.md", "docs/tls.md", "docs/cloud.md")
+MOST_MARKS = 30
+FENCE = "`" * 3
+BLOCK = re.compile(
+    rf"((?:^<!-- [^\n]* -->\n)*)^{FENCE}(\w*)\n(.*?)^{FENCE}$", re.MULTILINE | re.DOTALL
+)
+PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+
+TRAIN = """
+import argparse
+import os
+import keras
+import numpy as np
+import kerasdist
+
+def build_model():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch-size", type=int, default=250)
+    options = parser.parse_args()
+    x = np.random.default_rng(0).normal(size=(1000, 8)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    # Of `kerasdist run --ps`, too.
+    has_servers = '"ps"' in os.environ.get("TF_CONFIG", "")
+    name = "ParameterServerStrategy" if has_servers else "RingStrategy"
+    with getattr(kerasdist, name)().scope():
+        model = build_model()
+        model.compile(optimizer="adam", loss="mse")
+    model.fit(x, y, batch_size=options.batch_size, epochs=options.epochs)
+"""
+GIVEN = """
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+def build_model():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+
+x = np.random.default_rng(0).normal(size=(1000, 8)).astype("float32")
+y = np.arange(1000) % 4
+strategy = kerasdist.RingStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.save_weights("pretrained.weights.h5")
+"""
+ENVIRONMENT = {
+    "SM_HOSTS": '["alpha", "beta"]',
+    "SM_CURRENT_HOST": "beta",
+    **dict.fromkeys(
+        (
+            "OMPI_ALLOW_RUN_AS_ROOT",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
+            "PRTE_ALLOW_RUN_AS_ROOT",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM",
+        ),
+        "1",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        language: What it's written in.
+        text: Its lines.
+        marks: Its marks, by their names.
+        line: Its line in the page.
+    """
+
+    language: str
+    text: str
+    marks: dict[str, str]
+    line: int
+
+    @property
+    def runs(self) -> bool:
+        return self.language in ("bash", "python") and "not run" not in self.marks
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        pairs = re.findall(r"<!-- ([\w ]+?)(?:: (.*?))? -->", match[1])
+        line = text[: match.start()].count("\n") + 1
+        found.append(Block(match[2], match[3], dict(pairs), line))
+    return found
+
+
+def run(command: list[str], folder: Path, installed: Path, what: str) -> str:
+    """Run a block; return its output.
+
+    Args:
+        command: The command.
+        folder: Where it is run.
+        installed: The `bin` folder of the environment with the wheel.
+        what: The block, for messages.
+    """
+    env = {**os.environ, **ENVIRONMENT}
+    env.pop("TF_CONFIG", None)
+    env.pop("PYTHONPATH", None)
+    env["PATH"] = f"{installed}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=bound(150),
+        check=False,
+    )
+    assert done.returncode == 0, f"{what} ended with {done.returncode}\n{done.stdout}"
+    return done.stdout
+
+
+def pattern_of(line: str) -> str:
+    """The expression that a printed line matches: numbers and bars may differ."""
+    units = r"(?: ?(?:[um]s|s|[KMG]?B)\b)?"
+    words = re.split(rf"[\d.,]*\d[\d.,]*%?{units}|#+", line.strip())
+    return r"\s*(?:\S+(?: [um]s| s| [KMG]?B)?)?\s*".join(
+        re.escape(word.strip()) for word in words
+    )
+
+
+def check_output(shown: Block, printed: str, page: str) -> None:
+    for line in filter(str.strip, shown.text.splitlines()):
+        assert re.search(pattern_of(line), printed), (
+            f"{page}, line {shown.line}: not printed: {line}\n{printed}"
+        )
+
+
+def prepare(folder: Path, page: str) -> None:
+    (folder / "mypackage").mkdir()
+    for name in ("train.py", "mypackage/train.py"):
+        (folder / name).write_text(TRAIN)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    for block in blocks_of(page):
+        if "file" in block.marks:
+            (folder / block.marks["file"]).write_text(block.text)
+
+
+def parameters() -> list[object]:
+    pages = [page for page in PAGES if any(block.runs for block in blocks_of(page))]
+    soak = [] if os.environ.get("PAGES") else [pytest.mark.soak]
+    return [pytest.param(p, marks=[] if p in SOME else soak) for p in pages]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", parameters())
+def test_what_a_page_tells_to_type(page, installed, tmp_path):
+    prepare(tmp_path, page)
+    printed = ""
+    code = []
+    for block in blocks_of(page):
+        if "printed" in block.marks:
+            check_output(block, printed, page)
+        if not block.runs:
+            continue
+        if block.language == "bash":
+            what = f"{page}, line {block.line}:\n{block.text}"
+            printed = run(
+                ["bash", "-euo", "pipefail", "-c", block.text],
+                *(tmp_path, installed, what),
+            )
+        elif "file" in block.marks:
+            continue
+        elif block.text.startswith(("import ", "from ")):
+            (tmp_path / "block.py").write_text(block.text)
+            what = f"{page}, line {block.line}:\n{block.text}"
+            run(["python", "block.py"], tmp_path, installed, what)
+        else:
+            code.append(f"\n# {page}, line {block.line}\n{block.text}")
+    if code:
+        (tmp_path / "blocks.py").write_text(GIVEN + "".join(code))
+        run(["python", "blocks.py"], tmp_path, installed, f"{page}, python")
+
+
+def not_run() -> list[str]:
+    """The blocks that aren't run, with the reasons."""
+    return [
+        f"{page}, line {block.line}: {block.marks['not run']}"
+        for page in PAGES
+        for block in blocks_of(page)
+        if "not run" in block.marks
+    ]
+
+
+def test_blocks_that_are_not_run_are_few():
+    assert len(not_run()) <= MOST_MARKS
+    assert all(line.partition(": ")[2] for line in not_run())
+
+
+def test_a_quarter_of_the_blocks_is_run_in_the_suite():
+    counts = {page: sum(block.runs for block in blocks_of(page)) for page in PAGES}
+    assert 4 * sum(counts[page] for page in SOME) >= sum(counts.values())
+
+
+def test_other_words_and_other_exit_codes_are_noticed(installed, tmp_path):
+    shown = Block("text", "  input    4.5 ms  24.1% ####\n", {}, 1)
+    check_output(shown, "  input   12 us   3% ##\n", "a page")
+    with pytest.raises(AssertionError, match="not printed"):
+        check_output(shown, "  output   12 us   3% ##\n", "a page")
+    with pytest.raises(AssertionError, match="ended with 2"):
+        run(["bash", "-c", "kerasdist plan"], tmp_path, installed, "it")
+    where = "import importlib.util as u; print(u.find_spec('kerasdist').origin)"
+    found = run(["python", "-c", where], tmp_path, installed, "it")
+    assert found.startswith(str(installed.parent))
+
+
+if __name__ == "__main__":
+    print(f"{len(not_run())} blocks of the pages are not run:", *not_run(), sep="\n  ")
