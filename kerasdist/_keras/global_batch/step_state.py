@@ -33,6 +33,7 @@ from kerasdist._keras.global_batch.losses import part_of
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.graph.tensor_origins import captured, outermost
 from kerasdist._tf.marks import CHIEFS_STATE
+from kerasdist._tf.variables import is_distributed
 
 __all__ = ["StepState", "assign"]
 
@@ -40,7 +41,15 @@ __all__ = ["StepState", "assign"]
 def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
     """Replace `Variable._direct_assign`: write what one process would write."""
     state = current.state
-    if state is None or current.reduced or tf.distribute.in_cross_replica_context():
+    outside = tf.distribute.in_cross_replica_context()
+    held = variable._value
+    if (outside or not tf.distribute.has_strategy()) and (
+        is_distributed(held)
+        and held.synchronization == tf.VariableSynchronization.ON_READ
+    ):
+        # Otherwise TensorFlow reads it again, which is a sum over all workers.
+        return held.assign(tf.cast(value, held.dtype), read_value=False)
+    if state is None or current.reduced or outside:
         return original(variable, value)
     return original(variable, state.written(variable, value))
 
