@@ -205,15 +205,14 @@ class DynamicBatches(BatchIterator):
         self._dynamic = dynamic
         self._claim = claim
         self._used = used
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            1, thread_name_prefix="kerasdist-reader"
-        )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kerasdist-reader")
+        self._closed = False
         self._ahead: Future[tuple[int, Any] | None] | None = None
         self._next: tuple[int, Any] | None = None
 
     def ready(self) -> bool:
         """Return whether there is another batch; wait until it is read."""
-        if self._next is None and self._pool is not None:
+        if self._next is None and not self._closed:
             ahead = self._ahead or self._pool.submit(self._read)
             begin = time.time()
             self._next = ahead.result()
@@ -241,9 +240,8 @@ class DynamicBatches(BatchIterator):
 
     def close(self, wait: bool = True) -> None:
         """End the reading thread, which may still read a batch without `wait`."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=wait, cancel_futures=True)
+        self._closed = True
+        self._pool.shutdown(wait=wait, cancel_futures=True)
 
     def _read(self) -> tuple[int, Any] | None:
         number = self._claim()

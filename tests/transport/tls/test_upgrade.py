@@ -434,7 +434,7 @@ def test_what_is_wrong_is_said_before_anything_is_acquired(
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl isn't installed")
 def test_the_commands_of_the_page_make_certificates_that_fit(tmp_path):
-    blocks = re.findall(r"^```sh\n(.*?)^```", DOCS.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```bash\n(.*?)^```", DOCS.read_text(), re.M | re.S)
     commands = "".join(block for block in blocks if "openssl" in block)
     subprocess.run(
         ["sh", "-e"],

@@ -341,9 +341,8 @@ job.communicator.barrier()
 def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None:
     """The last one, on two hosts."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = text.split("## Several machines")[1].splitlines()
-    shown = [line for line in lines if line.startswith("    ")][:2]
-    shown = [shlex.split(line) for line in shown]
+    block = text.split("## Several machines")[1].split("bash\n")[1].split("```")[0]
+    shown = [shlex.split(line) for line in block.splitlines()]
     assert shown[0][:2] == ["pip", "install"]
     for host in (1, 2):
         address = hosts.address(host)
