@@ -90,9 +90,15 @@ TABLE = (
         targets=(f"{_EAGER}.backprop._aggregate_grads(gradients)",),
     ),
     Patch(
-        hook="remote.keep_function",
-        feature="lost_worker",
-        does="after a loss no other process is called to remove functions",
+        hook="remote.add_function",
+        feature="remote",
+        does="other threads run while other tasks are called to add a function",
+        targets=(f"{_EAGER}.context.Context.add_c_function(self, c_func)",),
+    ),
+    Patch(
+        hook="remote.remove_function",
+        feature="remote",
+        does="the same for removing one; after a loss none is removed",
         targets=(f"{_EAGER}.context.Context.remove_function(self, name)",),
     ),
 )

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python import _pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
+from tensorflow.python.framework import c_api_util, errors_impl
 
 __all__ = [
+    "add_function",
     "drive_devices",
-    "keep_function",
+    "end_calls",
     "open_to_workers",
     "reach_directly",
+    "remove_function",
     "serve_devices",
 ]
 
 _DIRECT = "no_grpc_proxy"
 # Set to "False": else an operation on a lost worker waits for ever for its return.
 _STREAMING = "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"
+
+# A prototype of our own: the one in `ctypes.pythonapi` belongs to all packages.
+_POINTER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 def reach_directly(hosts: Iterable[str]) -> None:
@@ -95,13 +106,69 @@ def drive_devices(
     context.context().update_server_def(_definition(cluster, job, index))
 
 
-def keep_function(original: Callable[..., Any], context: Any, name: Any) -> None:
-    """Replace `Context.remove_function`, and remove nothing.
+def add_function(original: Callable[..., Any], context: Any, c_func: Any) -> None:
+    """Replace `Context.add_c_function`: Python's other threads run while it waits.
 
-    To remove a function TensorFlow calls all tasks, and waits for ever for one that is
-    frozen: also when Python deletes functions at the end of the process, with no thread
-    left that could end the wait. Installed after a worker was lost.
+    To add a function TensorFlow calls all tasks, and waits for ever for one that is
+    frozen. It keeps the interpreter's lock meanwhile, so that nothing could notice the
+    loss and end the wait, and others would take this process for the lost one.
+
+    Raises:
+        tf.errors.OpError: As the original.
     """
+    with c_api_util.tf_buffer() as buffer:
+        pywrap_tf_session.TF_FunctionToFunctionDef(c_func, buffer)
+        definition = pywrap_tf_session.TF_GetBuffer(buffer)
+    _call_unlocked(
+        context,
+        "TFE_ContextAddFunctionDef",
+        ctypes.c_char_p(definition),
+        ctypes.c_size_t(len(definition)),
+    )
+
+
+def remove_function(original: Callable[..., Any], context: Any, name: Any) -> None:
+    """Replace `Context.remove_function`, as `add_function` does; none after a loss.
+
+    Python also deletes functions at the end of the process, with no thread left that
+    could end the wait for a lost worker.
+    """
+    if not _Calls.ended:
+        name = ctypes.c_char_p(tf.compat.as_bytes(name))
+        _call_unlocked(context, "TFE_ContextRemoveFunction", name)
+
+
+class _Calls:
+    """Whether the other tasks are no longer called, and TensorFlow's C interface."""
+
+    ended = False
+    library: Any = None
+
+
+def end_calls() -> None:
+    """Call no other task to remove functions any more: one of them was lost."""
+    _Calls.ended = True
+
+
+def _call_unlocked(context: Any, name: str, *arguments: Any) -> None:
+    """Call a function of TensorFlow's C interface without the interpreter's lock."""
+    context.ensure_initialized()
+    if _Calls.library is None:
+        # The module of Python's functions depends on the library with the C functions.
+        _Calls.library = ctypes.CDLL(_pywrap_tfe.__file__)
+        _Calls.library.TF_NewStatus.restype = ctypes.c_void_p
+        _Calls.library.TF_Message.restype = ctypes.c_char_p
+    library = _Calls.library
+    handle = ctypes.c_void_p(_POINTER(context._handle, None))
+    status = ctypes.c_void_p(library.TF_NewStatus())
+    try:
+        library[name](handle, *arguments, status)
+        code = library.TF_GetCode(status)
+        if code:
+            message = library.TF_Message(status).decode(errors="replace")
+            raise errors_impl.exception_type_from_error_code(code)(None, None, message)
+    finally:
+        library.TF_DeleteStatus(status)
 
 
 def _definition(cluster: Mapping[str, Mapping[int, str]], job: str, index: int) -> Any:

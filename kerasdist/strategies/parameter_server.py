@@ -221,8 +221,9 @@ class ParameterServerStrategy(DataParallelStrategy):
                     "transport": transport,
                     "replicas": len(names),
                 },
-                lambda events: _connect(
-                    *(place, settings, arguments.timeouts, transport, len(names)),
+                arguments.timeouts,
+                lambda events, timeouts: _connect(
+                    *(place, settings, timeouts, transport, len(names)),
                     EventLog(events),
                 ),
             )

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import textwrap
 import threading
 
 import keras
@@ -287,6 +288,29 @@ def test_a_script_that_raises_is_named_on_all_other_tasks():
     assert second.returncode == server.returncode == 1
     assert "WorkerLost: Rank 1" in server.output
     assert "RuntimeError: my own mistake" in server.output
+
+
+def test_a_strategy_after_one_that_an_error_closed():
+    script = """
+    import json
+    import kerasdist
+    try:
+        with kerasdist.ParameterServerStrategy():
+            raise RuntimeError("a mistake")
+    except RuntimeError:
+        pass
+    try:
+        kerasdist.ParameterServerStrategy(startup_timeout=2)
+    except kerasdist.errors.ClusterError as error:
+        print("RESULT", json.dumps(str(error)))
+    """
+    with Workers(textwrap.dedent(script), 1, servers=1, deadline=60) as job:
+        worker, server = job.wait()
+    assert worker.returncode == 0, worker.output
+    assert worker.result.startswith("An error closed an earlier strategy of this ")
+    assert "no new ones were found within 2 s" in worker.result
+    assert server.returncode == 1
+    assert "RuntimeError: a mistake" in server.output
 
 
 # `kerasdist run --ps`.

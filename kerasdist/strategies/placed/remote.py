@@ -151,7 +151,7 @@ class RemoteDevices:
         failure = self.job.await_end()
         if failure is None:
             return
-        patches.install("lost_worker")
+        remote.end_calls()
         ranks = range(1, len(self._servers))
         if isinstance(failure, errors.WorkerLost) and failure.rank:
             ranks = range(failure.rank, failure.rank + 1)
@@ -261,6 +261,7 @@ def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[
         cluster: dict[str, dict[int, str]] = {}
         for (kind_of, number), server in zip(tasks, servers, strict=True):
             cluster.setdefault(kind_of, {})[number] = server
+        patches.install("remote")
         _connect(job, lambda: remote.drive_devices(cluster, kind, index), deadline)
     ring.barrier()
     return names, servers

@@ -10,16 +10,21 @@ wait for this worker any longer; the next one of the script uses the same connec
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from kerasdist.cluster import Cluster
-from kerasdist.errors import ClusterError
+from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.ps import Event, ServerClient
+from kerasdist.transport import Timeouts
 
 __all__ = ["SharedClient"]
+
+# Seconds to wait for servers in place of those that an error of this process ended.
+_AGAIN_SECONDS = 20.0
 
 # By the servers' addresses.
 _clients: dict[tuple[str, ...], SharedClient] = {}
@@ -52,22 +57,40 @@ class SharedClient:
         cls,
         place: Cluster,
         kept: dict[str, Any],
-        connect: Callable[[list[Event]], ServerClient],
+        timeouts: Timeouts,
+        connect: Callable[[list[Event], Timeouts], ServerClient],
     ) -> SharedClient:
         """Return the connection for another strategy; connect for the first one.
 
         Args:
             place: This task's place in the cluster.
             kept: See the class.
-            connect: Connects, given a list for events.
+            timeouts: How long each phase may take.
+            connect: Connects, given a list for events and the time-outs.
 
         Raises:
-            ClusterError: An earlier strategy of the script has other settings.
+            ClusterError: An earlier strategy of the script has other settings; or an
+                error closed it, and no other servers were started since.
         """
         found = _clients.get(place.servers)
+        if found is not None and found.client.closed:
+            # Its servers have ended, but may have been started again.
+            startup = min(timeouts.startup, _AGAIN_SECONDS)
+            timeouts = dataclasses.replace(timeouts, startup=startup)
         if found is None or found.client.closed:
             events: list[Event] = []
-            found = cls(connect(events), kept, events)
+            try:
+                client = connect(events, timeouts)
+            except (StartupError, ServerLost) as error:
+                if found is None:
+                    raise
+                raise ClusterError(
+                    "An error closed an earlier strategy of this script, and so ended "
+                    "the job's servers. Received: another ParameterServerStrategy with "
+                    f"the servers {list(place.servers)}; no new ones were found within "
+                    f"{timeouts.startup:g} s. Start the job again."
+                ) from error
+            found = cls(client, kept, events)
             if place.servers:
                 _clients[place.servers] = found
             return found

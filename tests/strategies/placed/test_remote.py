@@ -138,7 +138,17 @@ def test_a_lost_worker_is_named_in_time(number, tmp_path):
     placed = place(last=2)
     with placed.scope():
         model = build()
-    say = Say()
+
+    class Add(Say):
+        def on_train_batch_end(self, batch, logs=None):
+            super().on_train_batch_end(batch, logs)
+            if batch == 2 and sys.argv[2] == "SIGSTOP":
+                while not os.path.exists(sys.argv[1] + "/frozen"):
+                    time.sleep(0.01)
+                # TensorFlow calls the frozen worker, with the interpreter's lock.
+                tf.function(lambda: tf.constant(1)).get_concrete_function()
+
+    say = Add()
     # Of unknown length: each epoch ends with a call that finds no data.
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16).filter(
         lambda x, y: True)
@@ -153,9 +163,10 @@ def test_a_lost_worker_is_named_in_time(number, tmp_path):
             print("RESULT", json.dumps(found), flush=True)
         placed.close()
     """
-    with Workers(script(text), 3, args=[str(tmp_path)]) as job:
+    with Workers(script(text), 3, args=[str(tmp_path), number.name]) as job:
         job.wait_for_line(0, "TRAINING")
         job.kill(2, number)
+        (tmp_path / "frozen").touch()
         chief = job.wait_one(0, 15)
         other = job.wait_one(1, 15)
         assert job.is_running(2) == (number == signal.SIGSTOP)
