@@ -77,7 +77,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-epoch-check bench-chief-data bench-heartbeats bench-membership
 .PHONY: bench-elastic bench-tls gpu-check
-.PHONY: test-versions test-oldest test-newest test-next test-pages
+.PHONY: test-versions test-oldest test-newest test-next test-pages figures
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -104,6 +104,10 @@ test-newest:
 pytest: $(VENV)/.test .venv-docs/.created
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
+
+# Copies the figures of README and docs from what benchmarks have printed.
+figures: $(VENV)/.test
+	$(BIN)/python benchmarks/fill_pages.py
 
 # With the Keras in a folder, a checkout of its repository, instead of the installed one.
 test-next: $(VENV)/.test

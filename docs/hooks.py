@@ -3,8 +3,8 @@
 Pages link to files beside docs/ as GitHub needs it, `../examples/digits.py`. On the
 site
 
-- a page (`../README.md`) and an example are pages below repository/, made from the
-  files where they stand;
+- a page (`../README.md`), an example and a module are pages below repository/, made
+  from the files where they stand;
 - any other file is a link to the repository, if `repo_url` in mkdocs.yml names one,
   else its link's text alone.
 """
@@ -26,6 +26,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 INSIDE = "repository"  # where files beside docs/ are on the site
+SHOWN = ("examples", "kerasdist", "callbacks")  # whose files are shown as code
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
 
 _LINK = re.compile(r"(!?)\[([^\[\]]*)\]\(([^()\s]+)\)")
@@ -118,7 +119,7 @@ def _on_site(path: Path) -> str | None:
     inside = path.relative_to(ROOT)
     if path.suffix == ".md":
         return f"{INSIDE}/{inside.as_posix()}"
-    if inside.parts[0] == "examples" and path.suffix in LANGUAGES:
+    if inside.parts[0] in SHOWN and path.suffix in LANGUAGES:
         return f"{INSIDE}/{inside.as_posix()}.md"
     return None
 
@@ -132,9 +133,11 @@ def _of_site(uri: str) -> Path:
 
 
 def _content(path: Path) -> str:
-    """Return a page: the file itself, or an example as code."""
+    """Return a page: the file itself, or its text as code."""
     text = path.read_text("utf-8")
     if path.suffix == ".md":
         return text
     name = path.relative_to(ROOT).as_posix()
-    return f"# {name}\n\n```{LANGUAGES[path.suffix]}\n{text}```\n"
+    # A search would find hardly anything else.
+    head = "---\nsearch: {exclude: true}\n---\n"
+    return f"{head}# {name}\n\n```{LANGUAGES[path.suffix]}\n{text}```\n"
