@@ -22,7 +22,7 @@
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
 #   bench-board-cost, bench-epoch-check, bench-chief-data, bench-elastic, bench-heartbeats,
-#   bench-membership, bench-tls
+#   bench-membership, bench-tls, bench-local-replicas
 #                 measure one claim: see the folder in benchmarks/
 #   make gpu-check  what kerasdist does on the GPUs of this machine: a table to be sent
 #                 to the authors
@@ -76,7 +76,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-epoch-check bench-chief-data bench-heartbeats bench-membership
-.PHONY: bench-elastic bench-tls gpu-check
+.PHONY: bench-elastic bench-tls bench-local-replicas gpu-check
 .PHONY: test-versions test-oldest test-newest test-next test-pages figures
 .DEFAULT_GOAL := test
 
@@ -225,6 +225,9 @@ bench-board-cost: $(VENV)/.bench
 
 bench-epoch-check: $(VENV)/.bench
 	$(BIN)/python benchmarks/epoch_check/run.py
+
+bench-local-replicas: $(VENV)/.bench
+	$(BIN)/python benchmarks/local_replicas/run.py
 
 bench-chief-data: $(VENV)/.bench
 	$(BIN)/python benchmarks/chief_data/run.py

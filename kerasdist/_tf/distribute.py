@@ -21,6 +21,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
 from tensorflow.python.eager import def_function
+from tensorflow.python.framework import composite_tensor
 from tensorflow.python.trackable import base as trackable
 from tensorflow.python.types import distribute as distribute_types
 
@@ -32,6 +33,7 @@ __all__ = [
     "DistributedValues",
     "MirroredExtended",
     "OptionalBatch",
+    "PartsDataset",
     "ReduceOp",
     "auto_shard",
     "broadcast_to_devices",
@@ -219,6 +221,112 @@ def distribute_from_function(
     """Return a distributed dataset whose elements go to the local replicas in turn."""
     return input_util.get_distributed_datasets_from_function(
         function, workers, [where], strategy, options=options
+    )
+
+
+class PartsDataset(tf.distribute.DistributedDataset):
+    """A dataset whose elements are parts: one for each local replica in turn.
+
+    TensorFlow's own distributed dataset fetches to devices in the background. For that
+    it makes a dataset and traces functions for each device and each iterator, which
+    takes longer than an epoch of small steps; devices that share the host's memory
+    need nothing of it.
+
+    Args:
+        dataset: The dataset; it ends after a part for the last replica.
+        devices: The local replicas' devices, all in host memory.
+        host: The device where it is read.
+    """
+
+    def __init__(self, dataset: Any, devices: tuple[str, ...], host: str) -> None:
+        self._dataset = dataset
+        self._devices = devices
+        self._host = host
+
+    def __iter__(self) -> PartsIterator:
+        with tf.device(self._host):
+            return PartsIterator(iter(self._dataset), len(self._devices))
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of the elements: each replica's is that of the parts."""
+        return _per_replica_spec(self._dataset.element_spec, len(self._devices))
+
+    def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
+        """See `tf.distribute.DistributedDataset`; for loops in graphs only."""
+        raise NotImplementedError("Steps take batches from iterators.")
+
+
+class PartsIterator(
+    tf.distribute.DistributedIterator,
+    composite_tensor.CompositeTensor,
+):
+    """The iterator of a `PartsDataset`. Functions take it as an argument.
+
+    Args:
+        iterator: An iterator over parts.
+        replicas: How many follow each other.
+    """
+
+    def __init__(self, iterator: Any, replicas: int) -> None:
+        self.parts = iterator
+        self.replicas = replicas
+
+    def __iter__(self) -> PartsIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next(self) -> Any:
+        """Return the next batch, with a part for each replica."""
+        return regroup([self.parts.get_next() for _ in range(self.replicas)])
+
+    def get_next_as_optional(self) -> Any:
+        """See `tf.distribute.DistributedIterator`; for loops in graphs only."""
+        raise NotImplementedError("Steps take batches with `next`.")
+
+    @property
+    def element_spec(self) -> Any:
+        """See `PartsDataset`."""
+        return _per_replica_spec(self.parts.element_spec, self.replicas)
+
+    @property
+    def _type_spec(self) -> Any:
+        return _PartsIteratorSpec(self.parts.element_spec, self.replicas)
+
+
+class _PartsIteratorSpec(tf.TypeSpec):
+    def __init__(self, part: Any, replicas: int) -> None:
+        self._part = part
+        self._replicas = replicas
+
+    @property
+    def value_type(self) -> Any:
+        return PartsIterator
+
+    @property
+    def _component_specs(self) -> Any:
+        return tf.data.IteratorSpec(self._part)
+
+    def _to_components(self, value: Any) -> Any:
+        return value.parts
+
+    def _from_components(self, components: Any) -> Any:
+        return PartsIterator(components, self._replicas)
+
+    def _serialize(self) -> Any:
+        return (self._part, self._replicas)
+
+
+def _per_replica_spec(part: Any, replicas: int) -> Any:
+    if replicas == 1:
+        return part
+    return tf.nest.map_structure(
+        lambda spec: values.PerReplicaSpec(*[spec] * replicas), part
     )
 
 

@@ -191,6 +191,7 @@ BENCHMARKS = {
     "pipeline": ([], lambda r: close(*r["loss"].values(), 1e-4)),
     "chief_data": ([], lambda r: list(r["compare"]) == ["10"]),
     "epoch_check": ([], lambda r: [len(each) for each in r["samples"]] == [2]),
+    "local_replicas": ([], lambda r: {len(s) for s in r["samples"].values()} == {1}),
     "board_cost": ([], lambda r: [len(each) for each in r["samples"]] == [2]),
 }
 

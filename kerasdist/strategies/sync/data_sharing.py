@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from kerasdist import _tf
 from kerasdist._tf.marks import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.auto_shard import is_by_file, own_part
@@ -54,16 +56,24 @@ class SharingExtended(_tf.MirroredExtended):
         WHOLE_DATA.set(made, dataset)
         return made
 
-    def distribute_parts(self, dataset: Any) -> Any:
+    def distribute_parts(self, dataset: Any, *, complete: bool = True) -> Any:
         """Distribute a dataset of parts: one element per local replica in turn.
 
-        One replica in host memory needs no distribution. TensorFlow's distributed
-        iterator would cost more than its own time: it makes a GeneratorDataset, which
+        Replicas in host memory need little. TensorFlow's distributed iterator would
+        cost one of them more than its own time: it makes a GeneratorDataset, which
         sets glibc's M_TRIM_THRESHOLD, and malloc then returns the pages of each step to
         the system and faults them in again.
+
+        Args:
+            dataset: The dataset.
+            complete: Whether its last element is for the last replica.
         """
-        if self.worker_devices == (self.workers.host,):
+        devices = self.worker_devices
+        if devices == (self.workers.host,):
             return dataset
+        kinds = {tf.DeviceSpec.from_string(device).device_type for device in devices}
+        if complete and kinds == {"CPU"}:
+            return _tf.PartsDataset(dataset, devices, self.workers.host)
         return self._from_function(lambda _: dataset, None)
 
     def distribute_own(self, dataset: Any, options: Any = None) -> Any | None:

@@ -94,7 +94,9 @@ class ElasticData(SynchronousData):
         elif has_own_policy(dataset):
             # As when there are others, which may join.
             self._given = known_of(dataset, length)
-            part = self._extended.distribute_parts(dataset.prefetch(tf.data.AUTOTUNE))
+            part = self._extended.distribute_parts(
+                dataset.prefetch(tf.data.AUTOTUNE), complete=False
+            )
             OWN_DATA.set(part, is_by_file(dataset))
             own, length = self._in_step(part, length)
         else:
@@ -119,7 +121,9 @@ class ElasticData(SynchronousData):
     def _own_part(self, dataset: Any) -> Any:
         """Return this worker's part of a dataset that is divided by file."""
         own = self._extended.distribute_own(dataset)
-        return self._extended.distribute_parts(dataset) if own is None else own
+        if own is not None:
+            return own
+        return self._extended.distribute_parts(dataset, complete=False)
 
 
 @contextlib.contextmanager

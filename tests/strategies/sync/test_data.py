@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import keras
 import numpy as np
 import pytest
@@ -288,3 +290,48 @@ m.fit(x, x, batch_size=7, epochs=1, verbose=0)
 result([list(equal), list(set(shapes))])
 """
     assert run(body) == [[[3], [None]], [[2], [None]]]
+
+
+def test_parts_for_gpus_take_another_way_with_the_same_numbers():
+    # TensorFlow's iterator, which fetches to devices, does the same on CPU devices.
+    script = """
+    import functools
+    import json
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import kerasdist
+    from kerasdist.strategies.sync.data_sharing import SharingExtended
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2)
+    strategy = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"])
+    x = np.random.default_rng(0).normal(size=(25, 4)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    found = []
+    for data in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)).batch(8),)):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            m = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+            m.compile("adam", "mse")
+        size = 8 if len(data) == 2 else None
+        history = m.fit(*data, batch_size=size, epochs=2, verbose=0).history["loss"]
+        weights = [w.tolist() for w in m.get_weights()]
+        kind = type(strategy.extended.distribute_parts(tf.data.Dataset.range(2)))
+        predicted = m.predict(x, verbose=0).tolist()
+        found.append([kind.__name__, history, weights, predicted])
+    print("RESULT", json.dumps(found))
+    """
+    script = textwrap.dedent(script)
+    forced = script.replace(
+        "strategy =",
+        "SharingExtended.distribute_parts = functools.partialmethod(\n"
+        "    SharingExtended.distribute_parts, complete=False)\nstrategy =",
+        1,
+    )
+    with Workers(script, 1) as host, Workers(forced, 1) as gpus:
+        ours, theirs = (job.succeed()[0].result for job in (host, gpus))
+    assert [each.pop(0) for each in ours] == ["PartsDataset"] * 2
+    assert [each.pop(0) for each in theirs] == ["DistributedDatasetsFromFunction"] * 2
+    assert ours == theirs
