@@ -103,6 +103,8 @@ with strategy.scope():
     m.set_weights([np.ones((1, 1)), np.zeros(1)])
 dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
 result(m.predict(dataset, verbose=0)[:, 0].tolist())
+if rank == 1:
+    del strategy.communicator.all_gather
 """
     assert run(body) == [list(range(30))] * 2
 
