@@ -11,8 +11,6 @@ from kerasdist._keras.training.state import take_epoch
 from kerasdist.placement.sizes import human_bytes
 from kerasdist.transport.log import status
 
-__all__ = ["BroadcastInitialState"]
-
 
 class BroadcastInitialState(JobCallback):
     """Gives all workers one rank's state before the first step of each `fit`.

@@ -14,8 +14,6 @@ from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist.transport.log import status
 
-__all__ = ["RULES", "ScaleLearningRate"]
-
 RULES = ("linear", "sqrt", "none")
 _WARMUP_EPOCHS = 5
 

@@ -6,8 +6,6 @@ import re
 import types
 from collections.abc import Mapping
 
-__all__ = ["TESTED_VERSIONS", "range_in_words", "was_tested"]
-
 # By package: the oldest and the newest one with which the test suite was run.
 TESTED_VERSIONS: Mapping[str, tuple[str, str]] = types.MappingProxyType(
     {"keras": ("3.14", "3.15"), "tensorflow": ("2.18", "2.21")}

@@ -15,8 +15,6 @@ from kerasdist.collectives import Communicator
 from kerasdist.strategies.calibration import Alone, measure_alone
 from kerasdist.strategies.measure.step_times import StepTimes
 
-__all__ = ["Baseline"]
-
 
 class Baseline:
     """The baseline of one `fit`: given, or measured in it.

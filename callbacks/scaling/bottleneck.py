@@ -20,8 +20,6 @@ from collections.abc import Sequence
 from kerasdist.callbacks.scaling.metrics import Figures
 from kerasdist.placement.sizes import human_bytes
 
-__all__ = ["LEAST", "Verdict", "in_seconds", "judge"]
-
 # A limit that costs a smaller part of the step isn't worth a change.
 LEAST = 0.15
 # The time that a call may take before its first step begins.

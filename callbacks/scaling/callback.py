@@ -41,8 +41,6 @@ from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.strategies.measure.step_times import StepTimes, gather
 from kerasdist.transport.log import status
 
-__all__ = ["ScalingTensorBoard"]
-
 # After this many calls one worker's speed is measured: the first call traces.
 _CALIBRATE = 2
 # After this many calls their duration is read, where no window ends soon.

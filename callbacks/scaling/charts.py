@@ -23,8 +23,6 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from kerasdist.callbacks.scaling.metrics import Figures
 
-__all__ = ["CHARTS", "EVENTS", "STALENESS", "VERDICT", "layout", "place", "scalars"]
-
 EVENTS = "events"
 STALENESS = "staleness/reads"
 VERDICT = "verdict"

@@ -8,8 +8,6 @@ from typing import Any
 from kerasdist._keras.protocols import ElasticHooks, hooks_of
 from kerasdist.collectives.elastic.changes import Change
 
-__all__ = ["ElasticView"]
-
 
 class ElasticView:
     """The changes of the workers during one `fit`.

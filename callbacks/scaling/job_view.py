@@ -13,8 +13,6 @@ from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["JobView"]
-
 # Reads that are staler are counted as this.
 _STALEST = 63
 

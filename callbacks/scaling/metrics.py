@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from kerasdist.strategies.measure.step_times import StepTimes
 
-__all__ = ["PHASES", "Figures", "combine"]
-
 PHASES = ("input", "compute", "pack", "communicate", "wait", "update", "outside")
 
 

@@ -6,8 +6,6 @@ from kerasdist.callbacks.scaling.bottleneck import Verdict, in_seconds
 from kerasdist.callbacks.scaling.metrics import Figures
 from kerasdist.placement.sizes import human_bytes
 
-__all__ = ["to_markdown", "to_text"]
-
 # More ranks aren't listed one by one.
 _MOST_RANKS = 8
 

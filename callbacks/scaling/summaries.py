@@ -20,8 +20,6 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 
 from kerasdist.callbacks.scaling.charts import layout, place
 
-__all__ = ["Summaries"]
-
 # A histogram has a bucket per staleness, up to this many.
 _MOST_BUCKETS = 30
 _MOST_READS = 10_000

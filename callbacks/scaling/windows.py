@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 
 from kerasdist.strategies.measure.step_times import StepTimes
 
-__all__ = ["Windows"]
-
 # Calls of the first window with "auto", and the fewest of any other.
 _FIRST = 10
 # A window lasts at least this many times as long as writing it; otherwise at most

@@ -23,8 +23,6 @@ from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.transport.log import status
 from kerasdist.transport.tracing import now
 
-__all__ = ["Timeline"]
-
 # A rank keeps at most this many spans: a window of steps should be short.
 _MOST_SPANS = 200_000
 

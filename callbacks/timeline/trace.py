@@ -22,8 +22,6 @@ from typing import Any
 from kerasdist.strategies.measure.stages import COMPUTE
 from kerasdist.transport.tracing import NAMES
 
-__all__ = ["Execution", "Lane", "Process", "Record", "Span", "processes", "trace"]
-
 _STEP, _COLLECTIVES, _SEND, _SERVERS = 0, 1, 2, 3
 _STAGES = 500
 # Perfetto distinguishes threads by their numbers alone, whatever their process, and

@@ -14,8 +14,6 @@ from typing import Any
 
 from kerasdist.callbacks.timeline.trace import Lane, Process, Record, processes
 
-__all__ = ["xspace"]
-
 _PREFIX = "/device:CUSTOM:"
 
 

@@ -13,8 +13,6 @@ import tensorflow as tf
 from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["StepContext", "current", "gradients_are_reduced", "is_timed", "setting"]
-
 
 class StepContext(threading.local):
     """The facts about the current step, per thread.

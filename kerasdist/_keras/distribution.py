@@ -14,19 +14,6 @@ from typing import Any, Protocol
 
 import keras
 
-__all__ = [
-    "DistributionOwner",
-    "distribute_tensor",
-    "distribution_owner",
-    "get_device_count",
-    "initialize",
-    "list_devices",
-    "num_processes",
-    "process_id",
-    "set_distribution_owner",
-    "set_global_attribute",
-]
-
 # The name under which Keras keeps the distribution, for each thread.
 _ATTRIBUTE = "distribution"
 

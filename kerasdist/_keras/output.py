@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from kerasdist.transport.log import status
 
-__all__ = ["OnceLogger"]
-
 
 class OnceLogger:
     """Logs lines for the user on the chief, each kind of line once.

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from kerasdist._tf.patching import Patch
 
-__all__ = ["TABLE"]
-
 # In Keras 3.16 some have other names: see the braces.
 _LOSS = "keras.src.losses.loss"
 _OPTIMIZER = "keras.src.optimizers.base_optimizer.BaseOptimizer"

@@ -17,22 +17,6 @@ from kerasdist._tf.facets import facets_of
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.elastic.changes import Change
 
-__all__ = [
-    "DynamicDataHooks",
-    "DynamicHooks",
-    "ElasticHooks",
-    "GradientHooks",
-    "KerasHooks",
-    "StateHooks",
-    "StepTimer",
-    "current_hooks",
-    "dynamic_hooks",
-    "hooks_of",
-    "stage_clock_of",
-    "timer_of",
-    "translating",
-]
-
 
 class StepTimer(Protocol):
     """Measures steps of training; see `strategies.measure.step_clock`.

@@ -7,8 +7,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["filter_frames", "show_cause"]
-
 
 def filter_frames(
     original: Callable[..., Any], tb: types.TracebackType | None

@@ -27,34 +27,6 @@ from tensorflow.python.types import distribute as distribute_types
 
 from kerasdist._tf.eager_context import executing_eagerly
 
-__all__ = [
-    "DistributedIterable",
-    "DistributedIterator",
-    "DistributedValues",
-    "MirroredExtended",
-    "OptionalBatch",
-    "PartsDataset",
-    "ReduceOp",
-    "auto_shard",
-    "broadcast_to_devices",
-    "call_replica",
-    "devices_of",
-    "distribute_from_function",
-    "initial_tensor",
-    "input_context",
-    "input_fn_iterator",
-    "is_mirrored",
-    "local_replica_id",
-    "mirrored",
-    "not_converted",
-    "rebatch_each",
-    "reduce_undistributed",
-    "regroup",
-    "same_for_all",
-    "select_replica",
-    "static_batch_size",
-]
-
 MirroredExtended = mirrored_strategy.MirroredExtended
 ReduceOp = reduce_util.ReduceOp
 DistributedValues = values.DistributedValues

@@ -14,25 +14,6 @@ from tensorflow.python.distribute import device_util
 from tensorflow.python.eager import context, record
 from tensorflow.python.ops import resource_variable_ops
 
-__all__ = [
-    "abort_collectives",
-    "as_operation",
-    "canonical_device",
-    "device_memory",
-    "executing_eagerly",
-    "host_of",
-    "in_use",
-    "is_recording",
-    "own_variable",
-    "seeding",
-    "serve_collectives",
-    "set_global_seed_if_none",
-    "stop_recording",
-    "variable_of_any_shape",
-    "variable_without_value",
-    "weighted",
-]
-
 
 def executing_eagerly() -> bool:
     """Return whether operations run at once instead of being put into a graph."""

@@ -12,8 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Facets", "current_facets", "facets_of", "is_ours"]
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Facets:

@@ -25,30 +25,12 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.one_device_strategy import (
-    OneDeviceExtended,
     _OneDeviceReplicaContext,
 )
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
 from kerasdist._tf.facets import current_facets
-
-__all__ = [
-    "OneDeviceExtended",
-    "add_on_device",
-    "call_on_device",
-    "calls_functions",
-    "default_placement",
-    "device_of",
-    "differentiate_on_device",
-    "move_beside",
-    "on_device",
-    "record_device",
-    "register",
-    "replica_of",
-    "source_device",
-    "update_on",
-]
 
 _SEPARATOR = "\0"
 

@@ -10,8 +10,6 @@ import tensorflow as tf
 from kerasdist._tf.facets import is_ours
 from kerasdist._tf.variables import is_distributed
 
-__all__ = ["call"]
-
 
 def call(
     original: Callable[..., Any], function: Any, args: Any, captured: Sequence[Any]

@@ -9,22 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, Generic, TypeVar
 
-__all__ = [
-    "CHIEFS_STATE",
-    "COMPILED",
-    "LAST_LOGS",
-    "OTHERS_STEPS",
-    "OWN_DATA",
-    "OWN_FILES",
-    "PREDICTING_EPOCH",
-    "SCALING",
-    "STAGE",
-    "TRAINED_LOCALLY",
-    "VARIABLE_DEVICE",
-    "WHOLE_DATA",
-    "Mark",
-]
-
 T = TypeVar("T")
 
 

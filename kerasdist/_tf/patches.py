@@ -13,8 +13,6 @@ from kerasdist._tf import gradient_placement
 from kerasdist._tf.patching import Patch, Patcher
 from kerasdist.errors import IncompatibleTensorFlowError
 
-__all__ = ["TABLE", "check", "install", "uninstall"]
-
 _VALUES = "tensorflow.python.distribute.values"
 _EAGER = "tensorflow.python.eager"
 

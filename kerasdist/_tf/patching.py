@@ -26,8 +26,6 @@ from typing import Any
 
 from kerasdist.errors import KerasDistError
 
-__all__ = ["Patch", "Patcher", "Wrapped"]
-
 _ABSENT = object()
 
 

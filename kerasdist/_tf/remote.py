@@ -15,16 +15,6 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.framework import c_api_util, errors_impl
 
-__all__ = [
-    "add_function",
-    "drive_devices",
-    "end_calls",
-    "open_to_workers",
-    "reach_directly",
-    "remove_function",
-    "serve_devices",
-]
-
 _DIRECT = "no_grpc_proxy"
 # Set to "False": else an operation on a lost worker waits for ever for its return.
 _STREAMING = "TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"

@@ -14,8 +14,6 @@ from tensorflow.python.distribute import distribute_lib
 
 from kerasdist._tf.facets import is_ours
 
-__all__ = ["keep_graph", "outside_of_scopes"]
-
 
 @contextlib.contextmanager
 def outside_of_scopes() -> Iterator[None]:

@@ -13,15 +13,6 @@ from tensorflow.python.distribute import distribute_utils
 
 from kerasdist._tf.facets import current_facets
 
-__all__ = [
-    "aggregate",
-    "distribute_copies",
-    "is_distributed",
-    "of_tensorflow",
-    "to_float",
-    "to_int",
-]
-
 
 def aggregate(
     original: Callable[..., Any], value: Any, aggregation: Any, destinations: Any

@@ -11,8 +11,6 @@ import ctypes.util
 import os
 from pathlib import Path
 
-__all__ = ["ALLOCATORS", "find_allocator", "preloading"]
-
 ALLOCATORS = ("jemalloc", "tcmalloc_minimal", "tcmalloc", "mimalloc")
 
 

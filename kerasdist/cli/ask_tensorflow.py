@@ -14,8 +14,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["ANSWER", "TensorFlowError", "ask_tensorflow", "python_command"]
-
 # What the script prints before its answer, at the beginning of a line.
 ANSWER = "DEVICES"
 

@@ -6,8 +6,6 @@ import logging
 
 from kerasdist.transport.log import background_log, status
 
-__all__ = ["print_line", "print_line_soon"]
-
 _LOG = logging.getLogger("kerasdist.run")
 
 

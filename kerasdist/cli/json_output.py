@@ -12,8 +12,6 @@ from typing import Any
 from kerasdist._version import __version__
 from kerasdist.cli.parser import UsageError
 
-__all__ = ["json_document", "output_to_errors"]
-
 
 @contextlib.contextmanager
 def json_document(command: str) -> Iterator[dict[str, Any]]:

@@ -6,8 +6,6 @@ import argparse
 import sys
 from typing import NoReturn
 
-__all__ = ["Parser", "UsageError"]
-
 
 class UsageError(SystemExit):
     """The arguments can't be used; ends the process with code 2.

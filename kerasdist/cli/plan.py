@@ -15,8 +15,6 @@ from kerasdist.cli.plan_document import document_of, document_of_error
 from kerasdist.errors import PlanError
 from kerasdist.placement.sizes import parse_bytes
 
-__all__ = ["add_parser"]
-
 _DESCRIPTION = """\
 Print what each layer of a model costs (parameters, gradients and slots, activations,
 operations), the device proposed for it, and what each device would hold. No weights

@@ -7,8 +7,6 @@ from typing import Any
 from kerasdist.errors import PlanError
 from kerasdist.placement.plan import Plan
 
-__all__ = ["document_of", "document_of_error"]
-
 
 def document_of(plan: Plan) -> dict[str, Any]:
     """Return a plan's figures as JSON has them; sizes in bytes."""

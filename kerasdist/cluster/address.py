@@ -5,8 +5,6 @@ from __future__ import annotations
 import ipaddress
 import re
 
-__all__ = ["address_fault", "same_address_key", "split_address"]
-
 # Underscores aren't allowed in host names, but Docker and Compose make them.
 _HOST_NAME = re.compile(r"[\w.-]+")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")

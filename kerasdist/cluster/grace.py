@@ -8,8 +8,6 @@ from collections.abc import Mapping
 
 from kerasdist.errors import ClusterError
 
-__all__ = ["GRACE_VARIABLE", "grace_seconds"]
-
 GRACE_VARIABLE = "KERASDIST_GRACE_SECONDS"
 # The default of Kubernetes (terminationGracePeriodSeconds) and Slurm (KillWait).
 _SECONDS = 30.0

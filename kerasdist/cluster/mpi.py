@@ -19,8 +19,6 @@ from collections.abc import Mapping
 
 from kerasdist.cluster.slurm import is_in_job, is_step
 
-__all__ = ["MPI_VARIABLES", "has_pmix_rank", "read_process"]
-
 MPI_VARIABLES = (
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",

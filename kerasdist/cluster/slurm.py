@@ -11,15 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = [
-    "expand_hostlist",
-    "expand_tasks_per_node",
-    "is_in_job",
-    "is_step",
-    "is_step_task",
-    "read_step",
-]
-
 _T = TypeVar("_T")
 
 # Steps that Slurm makes by itself (batch, extern, interactive) have numbers from

@@ -18,8 +18,6 @@ from collections.abc import Mapping
 
 from kerasdist.cluster.address import address_fault, same_address_key
 
-__all__ = ["Task", "load_json", "read_task"]
-
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 _EXPECTED_TYPES = "'chief', 'worker', 'ps' or 'evaluator'"
 

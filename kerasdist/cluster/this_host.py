@@ -6,8 +6,6 @@ import functools
 import ipaddress
 import socket
 
-__all__ = ["is_this_host"]
-
 
 @functools.cache
 def is_this_host(host: str) -> bool:

@@ -18,8 +18,6 @@ from kerasdist.collectives.elastic.leaving import LEAVE_SECONDS, SAVE_SECONDS
 from kerasdist.collectives.elastic.termination import Termination
 from kerasdist.transport.liveness.announcements import Announcements
 
-__all__ = ["ConnectedAlone", "JobAlone", "LeavingAlone", "MembershipAlone"]
-
 
 class ConnectedAlone(Protocol):
     """The one worker of a job, whether or not there are servers."""

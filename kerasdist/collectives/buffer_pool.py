@@ -16,8 +16,6 @@ import numpy.typing as npt
 
 from kerasdist.collectives.ops import Array
 
-__all__ = ["MOST_REQUESTS", "BufferPool", "Memory"]
-
 # Smaller arrays are made of memory that the process already has.
 _SMALLEST_BYTES = 64 << 10
 # Memory that isn't used for this many requests is freed.

@@ -34,8 +34,6 @@ from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.tracing import Recorder, Several, now
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["CheckedCommunicator"]
-
 # Seconds that `close` waits for a collective of another thread that it ended.
 _CLOSE_SECONDS = 10.0
 _MOST_SHOWN = 500  # characters of shapes in a message

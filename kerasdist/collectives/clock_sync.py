@@ -23,8 +23,6 @@ from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array
 from kerasdist.transport.tracing import now
 
-__all__ = ["Offset", "clock_offset", "compare"]
-
 _ROUNDS = 16
 
 

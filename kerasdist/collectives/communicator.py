@@ -17,8 +17,6 @@ from kerasdist.collectives.row_exchange import Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.tracing import Recorder
 
-__all__ = ["Communicator"]
-
 
 class Communicator(abc.ABC):
     """Collectives between the ranks of one group.

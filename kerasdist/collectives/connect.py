@@ -28,8 +28,6 @@ from kerasdist.transport.rendezvous.session import Session
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["TRANSPORTS", "Job", "connect", "mesh"]
-
 TRANSPORTS = ("auto", "hierarchical", "mpi", "native", "shared_memory", "tcp")
 
 

@@ -15,8 +15,6 @@ from kerasdist.transport.base import (
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["copy_to_raise", "explain"]
-
 
 def copy_to_raise(failure: errors.CollectiveError) -> errors.CollectiveError:
     """Return a copy to raise.

@@ -9,8 +9,6 @@ import numpy as np
 
 from kerasdist.collectives.ops import Array
 
-__all__ = ["FusedBuffer", "aligned"]
-
 # TensorFlow takes over memory that begins at a multiple of this without copying.
 _ALIGNMENT = 64
 # Smaller arrays are copied as fast as they are taken over.

@@ -9,8 +9,6 @@ import numpy as np
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array
 
-__all__ = ["sum_gradients"]
-
 
 def sum_gradients(
     communicator: Communicator,

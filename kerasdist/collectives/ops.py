@@ -8,17 +8,6 @@ import numpy as np
 
 from kerasdist.transport.wire.framing import DTYPES, OPS
 
-__all__ = [
-    "Array",
-    "check_dtype",
-    "check_op",
-    "check_scale",
-    "equal_part",
-    "itemsize",
-    "octets",
-    "reducer",
-]
-
 Array = np.ndarray[Any, Any]
 
 _REDUCERS: dict[str, np.ufunc] = {

@@ -21,8 +21,6 @@ import numpy as np
 
 from kerasdist.collectives.ops import Array
 
-__all__ = ["RowExchange", "Slices"]
-
 # TensorFlow takes over memory that begins at a multiple of this without copying.
 _ALIGNMENT = 64
 _LEAST_BYTES = 64 << 10

@@ -16,8 +16,6 @@ import numpy as np
 
 from kerasdist.collectives.ops import Array, check_dtype, check_op, check_scale
 
-__all__ = ["MOST_SIGNATURES", "Shapes", "Signature", "Signatures", "checksum"]
-
 # Dtypes and shapes of buffers, in messages and in checksums.
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 # More different calls than this aren't a training loop's.

@@ -18,8 +18,6 @@ from typing import IO, Any
 
 from kerasdist.functions.pickling import dump
 
-__all__ = ["Call", "load_call", "write_call"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:

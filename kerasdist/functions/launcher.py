@@ -27,8 +27,6 @@ from typing import IO, Any, TextIO
 from kerasdist.functions.descriptors import CALL_VARIABLE, OUTCOME_VARIABLE
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
-__all__ = ["Outcome", "TaskEnd", "launch"]
-
 _MOST = 65536
 # Seconds for the rest of the output after the launcher has ended, and for the end of a
 # launcher that was told to end: its own limits add up to less.

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["options_of"]
-
 _WORKER = "kerasdist.functions.worker"
 _CHOICES = {"output": ("chief", "all"), "bind": ("none", "cores")}
 

@@ -15,8 +15,6 @@ from typing import IO, Any
 
 import cloudpickle
 
-__all__ = ["dump", "make_code", "make_history"]
-
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:

@@ -22,15 +22,6 @@ from typing import IO, Any
 
 from kerasdist.functions.pickling import dump
 
-__all__ = [
-    "RemoteError",
-    "frames_of_user",
-    "read_error",
-    "read_result",
-    "write_error",
-    "write_value",
-]
-
 _HEAD = struct.Struct(">cQ")
 _VALUE, _ERROR = b"V", b"E"
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -15,8 +15,6 @@ from kerasdist.functions.options import options_of
 from kerasdist.functions.results import RemoteError, read_error, read_result
 from kerasdist.transport.liveness.launcher_pipe import REPORT_VARIABLE
 
-__all__ = ["run"]
-
 
 def run(
     function: Callable[..., Any],

@@ -14,8 +14,6 @@ from kerasdist.functions.results import frames_of_user, write_error, write_value
 from kerasdist.transport.liveness.final_error import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import descriptor_named
 
-__all__ = ["main"]
-
 _LOG = logging.getLogger("kerasdist")
 
 

@@ -11,8 +11,6 @@ import tensorflow as tf
 from kerasdist.layers.full_tensor import FullTensor
 from kerasdist.layers.sharded import Sharded, refuse_extras
 
-__all__ = ["ShardedDense"]
-
 # Functions of each entry alone: a shard may apply them to its part of the output.
 # Others, such as softmax, need a whole row.
 _ELEMENTWISE = tuple(

@@ -11,8 +11,6 @@ import tensorflow as tf
 from kerasdist.layers.full_tensor import FullTensor
 from kerasdist.layers.sharded import Sharded, refuse_extras
 
-__all__ = ["ShardedEmbedding"]
-
 
 @keras.saving.register_keras_serializable(package="kerasdist")
 class ShardedEmbedding(Sharded, keras.layers.Embedding):

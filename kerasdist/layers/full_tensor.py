@@ -13,14 +13,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = [
-    "FullTensor",
-    "ShardSlice",
-    "WholeValue",
-    "check_constraint",
-    "regularizer_of",
-]
-
 # Sums over entries: the penalty of a matrix is the sum of its parts' penalties.
 _SUMS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 _NORMS = (

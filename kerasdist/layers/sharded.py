@@ -24,8 +24,6 @@ from kerasdist.layers.full_tensor import (
     regularizer_of,
 )
 
-__all__ = ["Shard", "Sharded", "refuse_extras"]
-
 
 class Shard(keras.layers.Layer):
     """One shard's variables, and the computation with them.

@@ -15,8 +15,6 @@ from kerasdist.placement.costs import ModelCost, Run
 from kerasdist.placement.partition import StageCosts
 from kerasdist.placement.sizes import human_bytes
 
-__all__ = ["advise", "in_lines", "run_in_words"]
-
 _MOST_DEVICES = 64
 # Orders of devices are tried as long as there are few.
 _MOST_ORDERED = 5

@@ -25,8 +25,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-__all__ = ["LayerCost", "ModelCost", "Run", "TensorCost"]
-
 # The backward pass computes two products for each of the forward pass.
 _PASSES = 3
 

@@ -33,8 +33,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-__all__ = ["Edges", "Node", "Part", "find_edges", "part_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:

@@ -30,8 +30,6 @@ import numpy as np
 
 from kerasdist.placement.costs import ModelCost, Run, TensorCost
 
-__all__ = ["FLOPS_PER_BYTE", "Cut", "StageCosts"]
-
 # A device that runs 1e12 operations a second, behind a bus of 1e10 bytes a second.
 FLOPS_PER_BYTE = 100.0
 

@@ -18,8 +18,6 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Match", "Patterns"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Match:

@@ -12,8 +12,6 @@ from kerasdist.placement.costs import LayerCost, ModelCost, Run
 from kerasdist.placement.partition import FLOPS_PER_BYTE, Cut, StageCosts
 from kerasdist.placement.sizes import human_bytes, human_flops
 
-__all__ = ["Device", "Plan", "make_plan"]
-
 _LAYER_HEAD = (
     *("layer", "class", "parameters", "gradients + slots", "activations", "FLOPs"),
     "device",

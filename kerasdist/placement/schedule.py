@@ -21,8 +21,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-__all__ = ["Pipeline"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pipeline:

@@ -28,8 +28,6 @@ from collections.abc import Mapping, Sequence
 
 from kerasdist.placement.micro_batch_order import Part, part_of
 
-__all__ = ["Group", "Operation", "Visit", "find_next", "find_visits", "union_length"]
-
 # Of one visit, those that can begin first: an update has one for each variable.
 _MOST_GROUPS = 4
 # A visit is compared with all others: that takes too long if there are more of them.

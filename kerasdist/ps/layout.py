@@ -29,8 +29,6 @@ from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.wire.framing import DTYPES
 
-__all__ = ["Layout", "Piece", "Variable", "dtype_of"]
-
 # A smaller variable isn't worth cutting.
 _LEAST_CUT_BYTES = 4096
 # Updates of a table are small beside its values: 16 bits would lose them.

@@ -19,8 +19,6 @@ from typing import Any
 
 from kerasdist import errors
 
-__all__ = ["Event", "Membership", "WorkerRecord"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:

@@ -32,8 +32,6 @@ from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.placed.one_device import on_one_device
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
-__all__ = ["SECONDS", "Alone", "measure_alone"]
-
 _WARM_UP = 2  # calls, the first of which traces
 SECONDS = 1.0
 _MOST = 100  # calls

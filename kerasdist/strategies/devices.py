@@ -13,14 +13,6 @@ from kerasdist import _tf
 from kerasdist.placement.plan import Device
 from kerasdist.placement.sizes import parse_bytes
 
-__all__ = [
-    "Limits",
-    "check_devices",
-    "find_devices",
-    "known_devices",
-    "resolve_devices",
-]
-
 Limits = Mapping[str, "int | str"] | Sequence["int | str"] | int | str | None
 
 

@@ -10,16 +10,6 @@ from typing import NoReturn
 from kerasdist.cluster.grace import grace_seconds
 from kerasdist.errors import ClusterError
 
-__all__ = [
-    "ELASTIC_VARIABLE",
-    "LEAST_VARIABLE",
-    "START_VARIABLE",
-    "Elasticity",
-    "elasticity",
-    "refuse_asynchronous",
-    "refuse_option",
-]
-
 ELASTIC_VARIABLE = "KERASDIST_ELASTIC"
 LEAST_VARIABLE = "KERASDIST_MIN_WORKERS"
 START_VARIABLE = "KERASDIST_START_WORKERS"

@@ -17,8 +17,6 @@ from kerasdist.transport.liveness.final_error import (
 )
 from kerasdist.transport.liveness.launcher_stderr import take_stderr
 
-__all__ = ["StrategyJob", "close_at_exit", "close_open_jobs", "forget"]
-
 
 class Closable(Protocol):
     """A job, or a part in one, that can be left."""

@@ -30,13 +30,6 @@ from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task
 
-__all__ = [
-    "ModelParallelStrategy",
-    "check_mapping",
-    "placer_for",
-    "unpacked",
-]
-
 
 class ModelParallelStrategy(BlockStrategy):
     """Trains one model whose layers are on several devices.

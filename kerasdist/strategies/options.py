@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Options"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:

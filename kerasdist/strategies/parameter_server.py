@@ -34,8 +34,6 @@ from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 
-__all__ = ["ParameterServerStrategy"]
-
 
 class ParameterServerStrategy(DataParallelStrategy):
     """Trains one model on several workers, through servers with gradients or weights.

@@ -10,8 +10,6 @@ from kerasdist.placement.costs import Run
 from kerasdist.placement.plan import Plan, make_plan
 from kerasdist.strategies.devices import Limits, find_devices
 
-__all__ = ["plan"]
-
 
 def plan(
     model_fn: Callable[[], Any],

@@ -45,8 +45,6 @@ from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task
 
-__all__ = ["RingStrategy"]
-
 
 class RingStrategy(DataParallelStrategy):
     """Trains one model on several devices and workers, synchronously.

@@ -12,8 +12,6 @@ from kerasdist import _keras
 from kerasdist._tested import TESTED_VERSIONS, range_in_words, was_tested
 from kerasdist._tf import patches
 
-__all__ = ["check_installed", "warn_of_untested"]
-
 _LOG = logging.getLogger("kerasdist")
 
 

@@ -20,17 +20,6 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import Recorder
 from kerasdist.transport.wire.framing import Call
 
-__all__ = [
-    "Aborted",
-    "CallMismatch",
-    "Peer",
-    "PeerClosed",
-    "PeerSilent",
-    "Transport",
-    "TransportFault",
-    "connection_broke",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:

@@ -7,8 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 
-__all__ = ["Cancellation"]
-
 
 class Cancellation(threading.Event):
     """An event; when it is set, sockets that are bound to it are shut down."""

@@ -12,8 +12,6 @@ from kerasdist.transport.wire.frame_auth import TAG_BYTES, FrameAuthenticator
 from kerasdist.transport.wire.framing import MAX_CONTROL, FrameType, pack_header
 from kerasdist.transport.wire.messages import read_exactly, read_header, to_json
 
-__all__ = ["Connection"]
-
 
 class Connection:
     """A connected socket, with the authentication of its frames.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Deadline"]
-
 _MOST_MILLISECONDS = 2**31 - 1
 
 

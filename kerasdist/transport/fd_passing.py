@@ -32,8 +32,6 @@ from kerasdist.transport.wire.framing import (
     unpack_header,
 )
 
-__all__ = ["give_descriptor", "receive_descriptor", "take_descriptor"]
-
 # Received descriptors mustn't leak into processes that the script starts.
 # (The socket module has a name for this flag only from Python 3.14 on.)
 _CLOSE_ON_EXEC = 0x40000000 if sys.platform == "linux" else 0  # MSG_CMSG_CLOEXEC

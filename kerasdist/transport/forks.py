@@ -11,8 +11,6 @@ import os
 import weakref
 from typing import Protocol
 
-__all__ = ["close_in_children"]
-
 
 class _Closable(Protocol):
     def close(self) -> None: ...

@@ -21,8 +21,6 @@ from kerasdist.transport.base import (
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["Faults", "MemoryTransport", "memory_group"]
-
 
 class Faults:
     """The faults to inject into a group of memory transports."""

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from kerasdist.errors import ProtocolError, SharedMemoryFull
 
-__all__ = ["SEGMENT_NAME", "create_memory", "create_segment", "map_segment"]
-
 # As the kernel shows it, in /proc/PID/maps for instance.
 SEGMENT_NAME = "kerasdist-segment"
 _MEMORY_NAME = "kerasdist"

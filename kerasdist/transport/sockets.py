@@ -38,8 +38,6 @@ from kerasdist.transport.wire.framing import (
     unpack_header,
 )
 
-__all__ = ["SocketTransport"]
-
 _NOTHING = memoryview(bytearray())
 # Seconds that an exchange spins before it sleeps.
 _SPIN_SECONDS = 100e-6

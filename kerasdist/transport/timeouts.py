@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["Timeouts"]
-
 # 31 years. The system's calls accept no much longer times.
 _MOST_SECONDS = 1e9
 

@@ -22,8 +22,6 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = ["NAMES", "Laps", "Recorder", "Several", "now"]
-
 NAMES = ("pack", "send", "wait", "receive", "reduce")
 
 # Nanoseconds of a monotonic clock. On Linux all processes of a machine have the same

@@ -22,8 +22,6 @@ from keras.src.backend.common import global_state
 
 from kerasdist import _tf
 
-__all__ = ["shapes_only", "without_weights"]
-
 # Variables this small are initialized: step counters, seeds, learning rates are read.
 _FEW_ELEMENTS = 16
 

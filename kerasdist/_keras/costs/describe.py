@@ -27,8 +27,6 @@ from kerasdist._keras.costs.liveness import Traced, Use, measure
 from kerasdist._keras.costs.placement_units import Units
 from kerasdist.placement.costs import LayerCost, ModelCost, TensorCost
 
-__all__ = ["describe", "describe_built"]
-
 
 def describe(
     model_fn: Callable[[], Any],

@@ -18,8 +18,6 @@ from typing import Any
 
 from kerasdist._keras.costs import op_costs
 
-__all__ = ["Traced", "UnitUse", "Use", "measure"]
-
 # They read a shape, not the elements: TensorFlow replaces them by constants.
 _SHAPES_ONLY = {"BroadcastGradientArgs", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"}
 # They may write into the memory of an input that no other operation needs.

@@ -20,8 +20,6 @@ import tensorflow as tf
 
 from kerasdist import _tf
 
-__all__ = ["ALIASES", "flops", "is_loop", "iterations", "loop_lists", "tensor_bytes"]
-
 # Their output is their first input's memory.
 ALIASES = frozenset(
     ["ExpandDims", "Identity", "PreventGradient", "Reshape", "Squeeze", "StopGradient"]

@@ -17,8 +17,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["Units", "goes_whole"]
-
 _MARK = re.compile(r"kerasdist_unit_(\d+)x")
 _marking = threading.Lock()
 

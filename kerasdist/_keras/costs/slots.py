@@ -9,8 +9,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["copy_of", "gradient_is_dense", "slot_bytes", "updates_at_once"]
-
 # They don't touch rows without a gradient, and never make such a gradient dense.
 _ROWS_ONLY = (keras.optimizers.SGD,)
 # How many arrays of a weight's size an update has before it's done with one. One moment

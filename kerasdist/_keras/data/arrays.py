@@ -14,12 +14,6 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.utils import rng_utils
 
-__all__ = [
-    "ArrayData",
-    "random_seed",
-]
-
-
 # Batches that are taken from arrays at a time, and batches that are prefetched.
 _AT_ONCE, _AHEAD = 4, 2
 

@@ -7,14 +7,6 @@ from typing import Any
 
 from kerasdist._keras.data.uses import DataUse
 
-__all__ = [
-    "BatchIterable",
-    "BatchIterator",
-    "CountedData",
-    "LoopData",
-    "RepeatableIterator",
-]
-
 
 class BatchIterable(abc.ABC):
     """Batches of a strategy, each iteration a pass over them."""

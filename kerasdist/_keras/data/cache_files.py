@@ -10,8 +10,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["cache", "note_rank"]
-
 _ranks: list[int] = []
 
 

@@ -25,17 +25,6 @@ from kerasdist._keras.data.pydataset import ItemData, ItemsInOrder, agree_on_ord
 from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.protocols import DynamicDataHooks, KerasHooks, hooks_of
 
-__all__ = [
-    "adapter_of",
-    "batch_size_of_fit",
-    "batches_of_fit",
-    "claim_batches",
-    "draws_order",
-    "first_item",
-    "fits_arrays",
-    "init_epoch_iterator",
-]
-
 
 def init_epoch_iterator(
     original: Callable[..., Any],

@@ -6,8 +6,6 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["GeneratorFacts"]
-
 
 class GeneratorFacts:
     """The variables and names that a function, or a running generator, can access.

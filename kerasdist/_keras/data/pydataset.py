@@ -17,17 +17,6 @@ from kerasdist._keras.context import current, setting
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist.transport.deadline import Deadline
 
-__all__ = [
-    "CLOSE_SECONDS",
-    "ItemData",
-    "ItemReader",
-    "ItemsInOrder",
-    "agree_on_order",
-    "close_at_end",
-    "closing_readers",
-    "discard_read",
-]
-
 # Arguments of `OrderedEnqueuer.start`: from 3.16 on the epoch, with which it shuffles.
 # The items that are read here are in their order already.
 _EPOCH = (0,) * (

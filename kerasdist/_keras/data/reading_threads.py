@@ -16,8 +16,6 @@ from collections.abc import Iterator
 
 from kerasdist.transport.liveness.final_error import final_exception
 
-__all__ = ["destroy_iterators", "ending_threads_after_error"]
-
 _failed = False
 
 

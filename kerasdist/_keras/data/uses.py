@@ -18,8 +18,6 @@ from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.graph.dataset_pipelines import has_cache
 from kerasdist._tf.marks import WHOLE_DATA
 
-__all__ = ["DataUse", "DataUses", "uses_of"]
-
 
 class DataUse:
     """The uses of one dataset.

@@ -11,8 +11,6 @@ import tensorflow as tf
 from kerasdist._keras.data.batches import BatchIterator, RepeatableIterator
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["Batches", "Taken", "batches_of", "is_of_fit"]
-
 
 class Taken(NamedTuple):
     """A worker's part of a batch.

@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from kerasdist import _tf
 
-__all__ = ["ContinuableStep", "summed_metrics"]
-
 
 class ContinuableStep(abc.ABC):
     """Takes steps of training on an iterator's batches.

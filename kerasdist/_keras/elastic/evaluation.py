@@ -12,8 +12,6 @@ from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.marks import PREDICTING_EPOCH
 
-__all__ = ["renew_prediction", "test_function"]
-
 
 def test_function(
     trainer: Any, hooks: KerasHooks, make: Callable[[], Callable[[Any], Any]]

@@ -26,8 +26,6 @@ from kerasdist._keras.elastic.state.data_place import DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.errors import ClusterError
 
-__all__ = ["Admission", "join"]
-
 # Seconds between two questions whether a worker wants to join.
 _SECONDS = 1.0
 _MOST_STEPS = 1000

@@ -21,8 +21,6 @@ import tensorflow as tf
 
 from kerasdist._tf.graph.resources import reads_or_writes
 
-__all__ = ["LateUpdates"]
-
 
 class LateUpdates:
     """The updates of one replica's step, which is being traced.

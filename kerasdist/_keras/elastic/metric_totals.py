@@ -26,8 +26,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.errors import ClusterError
 
-__all__ = ["MetricTotals"]
-
 # Bytes of all parts that are summed in each step.
 _MOST = 65_536
 

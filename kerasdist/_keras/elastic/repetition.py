@@ -7,8 +7,6 @@ from typing import Any
 
 from kerasdist._keras.protocols import ElasticHooks, WorkerHooks
 
-__all__ = ["ByLayout", "repeated"]
-
 
 class ByLayout:
     """A function that is made for each layout of the replicas.

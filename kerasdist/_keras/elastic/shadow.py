@@ -9,8 +9,6 @@ import tensorflow as tf
 
 from kerasdist import _tf
 
-__all__ = ["Shadow"]
-
 
 class Shadow:
     """The values that variables had at the beginning of a step, to restore them.

@@ -31,8 +31,6 @@ from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
 
-__all__ = ["ElasticStep"]
-
 _Calls = Callable[[Any], Any]
 
 

@@ -24,8 +24,6 @@ from keras.src.utils import file_utils
 from kerasdist._keras.optimizer.global_step import steps_with_others
 from kerasdist._keras.protocols import dynamic_hooks
 
-__all__ = ["Backup", "read", "write"]
-
 _KEY = "kerasdist"
 
 

@@ -27,15 +27,6 @@ from kerasdist._keras.context import current
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist.errors import CollectiveTimeout
 
-__all__ = [
-    "announcing",
-    "any_missing",
-    "is_temporary",
-    "state_of_file",
-    "wait_for_chief",
-    "why_missing",
-]
-
 _LOG = logging.getLogger("kerasdist")
 _MOST_CHARACTERS = 2000
 # How long until another host that shares the file system sees a new file.

@@ -28,8 +28,6 @@ from keras.src.utils import file_utils
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 
-__all__ = ["Succession", "flush_board", "take_over"]
-
 
 @dataclasses.dataclass
 class _Kept:

@@ -32,18 +32,6 @@ from kerasdist._tf.marks import OWN_FILES
 from kerasdist._tf.scopes import outside_of_scopes
 from kerasdist._tf.variables import is_distributed
 
-__all__ = [
-    "finish_background",
-    "load",
-    "note_own_files",
-    "on_chief_only",
-    "outside",
-    "save_state",
-    "write",
-    "write_checkpoint",
-    "write_checkpoint_state",
-]
-
 
 def on_chief_only(
     original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any

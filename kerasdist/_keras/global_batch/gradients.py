@@ -35,17 +35,6 @@ from kerasdist._tf.gradient_placement import move_beside
 from kerasdist._tf.graph.tensor_origins import captured
 from kerasdist._tf.variables import is_distributed
 
-__all__ = [
-    "PART",
-    "RAW",
-    "WHOLE",
-    "Taken",
-    "are_unseen",
-    "exchange",
-    "gradient",
-    "weighted",
-]
-
 RAW, PART, WHOLE = "raw", "part", "whole"
 
 

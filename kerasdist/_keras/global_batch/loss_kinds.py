@@ -30,8 +30,6 @@ import tensorflow as tf
 
 from kerasdist._tf.graph import tensor_origins
 
-__all__ = ["CONSTANT", "OTHER", "ROWS", "Extreme", "Kind", "LossKinds", "Whole"]
-
 
 class Kind(NamedTuple):
     """A number: n ** degree times a mean over the n rows, or times a constant.

@@ -27,22 +27,6 @@ from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import ROWS, Kind, LossKinds, Whole
 
-__all__ = [
-    "additional_loss",
-    "average_loss",
-    "compile_loss",
-    "keep_loss_unscaled",
-    "mask_weights",
-    "mean_metric",
-    "part_of",
-    "recorded",
-    "reduce_values",
-    "reduce_weighted_values",
-    "regularization_loss",
-    "reported_loss",
-    "terms_of",
-]
-
 
 def keep_loss_unscaled(original: Callable[..., Any], value: Any) -> Any:
     """Replace `scale_loss_for_distribution`: leave the loss unchanged in a step.

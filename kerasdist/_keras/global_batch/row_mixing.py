@@ -23,8 +23,6 @@ from keras.src import tree
 from kerasdist._keras.global_batch.loss_kinds import Kind, LossKinds
 from kerasdist._tf.graph.tensor_origins import RebuiltGraph, called, captured, constant
 
-__all__ = ["FUNCTION", "MEAN", "MIXED", "ROWS", "SUM", "kind_of_function"]
-
 ONE, COUNT, ROWS, WHOLE, MIXED = "one", "count", "rows", "whole", "mixed"
 # What a function that reduces the rows returns: their mean, their sum, or a function of
 # such numbers.

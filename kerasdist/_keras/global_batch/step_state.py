@@ -35,8 +35,6 @@ from kerasdist._tf.graph.tensor_origins import captured, outermost
 from kerasdist._tf.marks import CHIEFS_STATE
 from kerasdist._tf.variables import is_distributed
 
-__all__ = ["StepState", "assign"]
-
 
 def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
     """Replace `Variable._direct_assign`: write what one process would write."""

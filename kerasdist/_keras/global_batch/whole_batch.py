@@ -22,8 +22,6 @@ from kerasdist._keras.global_batch.row_mixing import (
     kind_of_function,
 )
 
-__all__ = ["loss", "metric"]
-
 # Functions of Keras that aren't a mean over rows which are each computed alone.
 _MIXING = ("circle", "dice", "tversky")
 

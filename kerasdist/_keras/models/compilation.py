@@ -13,8 +13,6 @@ from kerasdist._keras.context import setting
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.marks import COMPILED
 
-__all__ = ["make_compiled"]
-
 
 def make_compiled(
     trainer: Any,

@@ -19,16 +19,6 @@ from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of
 from kerasdist._tf.marks import TRAINED_LOCALLY
 from kerasdist._tf.variables import of_tensorflow
 
-__all__ = [
-    "begin_use",
-    "check_not_local",
-    "end_use",
-    "is_in_use",
-    "local_training",
-    "warn_if_outside",
-    "writer_hooks",
-]
-
 # The hooks of strategies that are neither closed nor garbage.
 _in_use: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -20,8 +20,6 @@ import tensorflow as tf
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._tf.variables import is_distributed
 
-__all__ = ["apply_on_all", "copies_of", "strategy_outside"]
-
 _REMEDY = (
     "To divide the batches among the workers, iterate over "
     "`strategy.experimental_distribute_dataset(dataset)`, and call the step by "

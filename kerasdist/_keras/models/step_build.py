@@ -24,8 +24,6 @@ from kerasdist._keras.context import current, setting
 from kerasdist._keras.optimizer.learning_rate import optimizers_of
 from kerasdist._keras.protocols import hooks_of
 
-__all__ = ["build_by_step", "build_only", "can_be_called", "has_own_step", "is_unbuilt"]
-
 
 def can_be_called(trainer: Any) -> bool:
     """Return whether a model has a `call`."""

@@ -19,8 +19,6 @@ import tensorflow as tf
 
 from kerasdist._keras.context import current
 
-__all__ = ["sgd_step"]
-
 
 def sgd_step(
     original: Callable[..., Any],

@@ -22,15 +22,6 @@ from kerasdist import _tf
 from kerasdist._keras.protocols import dynamic_hooks, hooks_of
 from kerasdist._tf.marks import OTHERS_STEPS
 
-__all__ = [
-    "device_beside",
-    "own_steps",
-    "resume",
-    "shared_steps",
-    "steps_of",
-    "steps_with_others",
-]
-
 
 def own_steps(optimizer: Any) -> Any:
     """Return the variable in which an optimizer counts its steps; an integer, scalar.

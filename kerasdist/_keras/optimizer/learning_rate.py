@@ -31,21 +31,6 @@ from kerasdist._keras.optimizer.global_step import device_beside, steps_of
 from kerasdist._tf.marks import SCALING
 from kerasdist._tf.variables import of_tensorflow
 
-__all__ = [
-    "Scaling",
-    "base_rate",
-    "has_rate",
-    "leaves",
-    "leaves_of",
-    "on_base_rate",
-    "optimizers_of",
-    "scaled",
-    "scaling_of",
-    "schedule_of",
-    "set_base_rate",
-    "set_rate",
-]
-
 
 class Scaling:
     """The factor of one optimizer, in variables that a traced step reads.

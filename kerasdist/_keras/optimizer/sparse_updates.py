@@ -22,8 +22,6 @@ import keras
 import tensorflow as tf
 from keras.src import optimizers
 
-__all__ = ["embedding_tables", "moves_all_rows", "touched_rows"]
-
 # Without momentum, their steps are a product with the gradient.
 _FOLLOW_GRADIENTS = (
     optimizers.Adadelta,

@@ -17,8 +17,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.variables import of_tensorflow
 
-__all__ = ["share_reads"]
-
 
 def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Let the next step read the tables of which rows were updated without a copy.

@@ -11,8 +11,6 @@ from keras.src import backend, tree
 from kerasdist._keras.models.step_build import can_be_called
 from kerasdist._keras.placement.layers import placer_of, prepare
 
-__all__ = ["ensure_planned", "plan_placement"]
-
 # Keras's own default, where the batch size isn't known.
 _ROWS = 32
 

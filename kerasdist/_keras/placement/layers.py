@@ -14,25 +14,6 @@ from keras.src.backend.common.name_scope import current_path
 from kerasdist._tf.facets import facets_of
 from kerasdist._tf.marks import STAGE, VARIABLE_DEVICE
 
-__all__ = [
-    "LayerFacts",
-    "LayerPlacer",
-    "call_layer",
-    "called_layer",
-    "calling",
-    "calls_now",
-    "device_of_variable",
-    "export_model",
-    "init_layer",
-    "init_variable",
-    "initialize_variable",
-    "layers_of",
-    "move",
-    "own_variables",
-    "placer_of",
-    "prepare",
-]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFacts:

@@ -33,8 +33,6 @@ from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist.collectives.ops import equal_part
 from kerasdist.placement.micro_batch_order import Part
 
-__all__ = ["Marks", "call_layer", "dividing", "mean_metric", "normalize"]
-
 
 @dataclass
 class Marks:

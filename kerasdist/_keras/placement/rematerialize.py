@@ -30,14 +30,6 @@ from keras.src.backend.common import global_state, masking
 from kerasdist import _tf
 from kerasdist._keras.placement.layers import calling, calls_now
 
-__all__ = [
-    "assign",
-    "call_layer",
-    "draw_seed",
-    "rematerializing",
-    "run_through_graph",
-]
-
 
 class _State(threading.local):
     """The state of rematerialization in this thread.

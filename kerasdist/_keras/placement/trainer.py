@@ -16,17 +16,6 @@ from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.protocols import hooks_of
 from kerasdist._tf.facets import facets_of
 
-__all__ = [
-    "begin_with_batch",
-    "compile_model",
-    "failure_behind",
-    "init_epoch_iterator",
-    "keep_gradients_unscaled",
-    "make_function",
-    "name_the_lost",
-    "reset_accumulators",
-]
-
 
 def compile_model(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any

@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["fault_of"]
-
 
 def fault_of(facts: Any) -> str:
     """Return what is wrong with a checkpoint's facts; an empty text if nothing is."""

@@ -27,8 +27,6 @@ from kerasdist._keras.preemption.checkpoint_facts import fault_of
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import SnapshotError
 
-__all__ = ["FOLDER_VARIABLE", "CheckpointFile"]
-
 FOLDER_VARIABLE = "KERASDIST_CHECKPOINT_DIR"
 _FOLDER = ".kerasdist"
 _VERSION = 1

@@ -20,8 +20,6 @@ from kerasdist._keras.protocols import KerasHooks
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.termination import end_process, flush_output
 
-__all__ = ["Departure", "in_fit", "leave_after_training"]
-
 
 class Departure:
     """The leaving of workers, this one perhaps among them.

@@ -34,8 +34,6 @@ from kerasdist.collectives.ops import Array
 from kerasdist.errors import SnapshotError
 from kerasdist.transport.log import background_log
 
-__all__ = ["Resumption"]
-
 
 class Resumption:
     """The checkpoint of one call of `fit`: written, and continued from.

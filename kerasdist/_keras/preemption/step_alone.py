@@ -12,8 +12,6 @@ from kerasdist._keras.elastic.continuable import ContinuableStep, summed_metrics
 from kerasdist._keras.elastic.metric_totals import MetricTotals
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["StepAlone"]
-
 
 class StepAlone(ContinuableStep):
     """Takes steps as in a job that isn't elastic: none is ever repeated.

@@ -30,14 +30,6 @@ from kerasdist._keras.placement.layers import placer_of
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of, timer_of
 from kerasdist._tf.variables import is_distributed
 
-__all__ = [
-    "adopt_in_step",
-    "adopt_model",
-    "assign",
-    "compile_model",
-    "make_function",
-]
-
 
 def compile_model(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any

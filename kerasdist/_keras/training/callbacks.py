@@ -37,14 +37,6 @@ from kerasdist._keras.training import fit_loop
 from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.state import statistics_of
 
-__all__ = [
-    "flush_accumulators",
-    "may_stop",
-    "on_epoch_end",
-    "on_train_batch_end",
-    "on_train_begin",
-]
-
 # They have batch methods, but never stop the training in them.
 _NEVER_STOP = (
     history.History,

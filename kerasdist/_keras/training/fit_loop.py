@@ -59,16 +59,6 @@ from kerasdist._keras.training.state import (
 from kerasdist._keras.training.vocabularies import check_vocabularies
 from kerasdist.transport.log import status
 
-__all__ = [
-    "after_epoch",
-    "before_first_step",
-    "begin_training",
-    "finish_epoch",
-    "fit",
-    "flush_accumulators",
-    "on_chief_only",
-]
-
 
 def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
     """Replace `_get_metrics_result_or_logs`, which is called at the end of an epoch.

@@ -8,8 +8,6 @@ from typing import Any
 from kerasdist._keras.context import setting
 from kerasdist._keras.protocols import StepTimer
 
-__all__ = ["InstrumentedStep"]
-
 
 class InstrumentedStep:
     """A train function in up to three kinds: without clocks, counting, and measuring.

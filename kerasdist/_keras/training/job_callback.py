@@ -9,8 +9,6 @@ import keras
 from kerasdist._keras.elastic.state.callback_state import numbers_of_one
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["JobCallback"]
-
 
 class JobCallback(keras.callbacks.Callback):
     """A callback in which the workers communicate: it must be given to `fit` on all.

@@ -11,8 +11,6 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import current_hooks
 
-__all__ = ["next_seed", "synchronized_moments"]
-
 # Knuth's multiplicative constant: neighbouring replicas get distant seeds.
 _SPREAD = 2654435761
 

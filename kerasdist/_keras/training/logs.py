@@ -30,8 +30,6 @@ from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.marks import LAST_LOGS
 from kerasdist.transport.log import status
 
-__all__ = ["LastLogs", "keeping", "numbers_of", "whole_logs"]
-
 # The path of a number in logs: names, from outside to inside.
 _Path = tuple[str, ...]
 # At most this many numbers of an array in logs are sent for each worker.

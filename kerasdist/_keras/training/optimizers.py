@@ -38,17 +38,6 @@ from kerasdist._keras.training.adoption import adopt_in_step
 from kerasdist._tf.compiled.slices import padded
 from kerasdist._tf.facets import current_facets
 
-__all__ = [
-    "accumulate",
-    "apply",
-    "clip_gradients",
-    "finalize",
-    "learning_rate",
-    "open_window",
-    "own_accumulators",
-    "skip_all_reduce",
-]
-
 
 def apply(
     original: Callable[..., Any],

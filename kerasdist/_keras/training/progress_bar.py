@@ -8,8 +8,6 @@ from typing import Any
 from keras.src.callbacks import callback_list, progbar_logger
 from keras.src.utils import io_utils
 
-__all__ = ["ChiefProgressBar", "show_on_chief", "without_bars"]
-
 
 class ChiefProgressBar(progbar_logger.ProgbarLogger):
     """A progress bar that only the present chief shows.

@@ -16,18 +16,6 @@ from kerasdist._keras.training.optimizers import own_accumulators
 from kerasdist._tf.facets import facets_of
 from kerasdist._tf.marks import CHIEFS_STATE
 
-__all__ = [
-    "chiefs_state",
-    "copied_to",
-    "share_state",
-    "state_of",
-    "state_to_give",
-    "statistics_of",
-    "take_epoch",
-    "updated_state",
-    "whole_state",
-]
-
 
 def _statistics(trainer: Any) -> list[Any]:
     """Return the variables that each replica keeps for itself, as BatchNormalization.

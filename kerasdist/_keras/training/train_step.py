@@ -49,15 +49,6 @@ from kerasdist._keras.training.state import (
 )
 from kerasdist._tf.marks import LAST_LOGS
 
-__all__ = [
-    "make_function",
-    "new_train_function",
-    "predict_on_batch",
-    "receive_batch",
-    "reduce_per_replica",
-    "symbolic_build",
-]
-
 
 def reduce_per_replica(
     original: Callable[..., Any], values: Any, strategy: Any, reduction: str

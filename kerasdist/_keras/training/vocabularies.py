@@ -12,8 +12,6 @@ from typing import Any
 
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["check_vocabularies"]
-
 
 def check_vocabularies(trainer: Any, hooks: KerasHooks) -> None:
     """Check the lookup layers before the first step; all workers call it alike.

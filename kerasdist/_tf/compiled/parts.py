@@ -17,8 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-__all__ = ["Node", "Part", "divide"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Node:

@@ -6,8 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["padded"]
-
 
 def padded(slices: Any) -> Any:
     """Append zeros to slices that are added to a variable, to about a power of two.

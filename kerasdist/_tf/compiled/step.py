@@ -27,8 +27,6 @@ from tensorflow.python.ops import control_flow_ops, handle_data_util
 
 from kerasdist._tf.compiled.parts import Node, Part, divide
 
-__all__ = ["compiled_in_parts", "in_parts", "in_xla", "outside_of_xla"]
-
 # The name scope of operations that aren't compiled.
 _OUTSIDE = "kerasdist_outside_of_xla"
 _IS_OUTSIDE = re.compile(rf"(^|/){_OUTSIDE}(_\d+)?/")

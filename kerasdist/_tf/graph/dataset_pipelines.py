@@ -11,8 +11,6 @@ import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.data.ops.cache_op import CacheDataset
 
-__all__ = ["Pipeline", "has_cache", "inspect_pipeline", "iterator_dataset"]
-
 # The attributes in which sources have their tensors.
 _TENSORS = ("_tensors", "_filenames", "_start", "_stop", "_step")
 # How deeply nested functions are inspected.

@@ -13,8 +13,6 @@ from kerasdist._tf.graph.micro_batch_order import ORDER
 from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.visits import Operation, Visit, find_next, find_visits
 
-__all__ = ["CLOCK", "COLLECTIVE", "Marked", "can_be_marked", "mark_visits"]
-
 # The name of an operation in which workers communicate.
 COLLECTIVE = "kerasdist_collective"
 # The name scope of the clocks, which are no part of a step.

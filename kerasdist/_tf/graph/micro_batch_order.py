@@ -10,8 +10,6 @@ from tensorflow.python.ops import control_flow_ops
 
 from kerasdist.placement.micro_batch_order import Node, Part, find_edges
 
-__all__ = ["ORDER", "order_parts"]
-
 # The name of the operations that only impose an order.
 ORDER = "micro_batch_done"
 

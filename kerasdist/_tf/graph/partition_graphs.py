@@ -10,8 +10,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-__all__ = ["RunNode", "ran_graphs"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunNode:

@@ -7,8 +7,6 @@ from typing import Any
 
 from tensorflow.python.framework import auto_control_deps_utils
 
-__all__ = ["reads_or_writes"]
-
 
 def reads_or_writes(
     graph: Any, operations: Sequence[Any], variables: Sequence[Any]

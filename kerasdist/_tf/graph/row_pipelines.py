@@ -27,8 +27,6 @@ from tensorflow.python.data.ops import (
 from tensorflow.python.data.util import structure
 from tensorflow.python.framework import op_def_registry
 
-__all__ = ["RowPipeline", "row_pipeline"]
-
 _BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
 _MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
 _TRANSPARENT = (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset)

@@ -12,22 +12,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.client import pywrap_tf_session
 
-__all__ = [
-    "DATA",
-    "FIXED",
-    "SAME_NUMBERS",
-    "SHAPES",
-    "RebuiltGraph",
-    "behind",
-    "called",
-    "captured",
-    "constant",
-    "copied",
-    "function_graph",
-    "origin_of",
-    "outermost",
-]
-
 # Operations that keep a tensor's numbers and their order.
 SAME_NUMBERS = (
     "Cast",

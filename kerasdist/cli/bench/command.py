@@ -9,8 +9,6 @@ import shlex
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.start.script import check_command
 
-__all__ = ["WITH_VALUE", "add_parser"]
-
 WITH_VALUE = ("--steps",)
 _WORKER = "kerasdist.cli.bench.worker"
 _DESCRIPTION = """\

@@ -25,8 +25,6 @@ from kerasdist.callbacks.scaling import report
 from kerasdist.callbacks.scaling.job_view import JobView
 from kerasdist.cli.json_output import output_to_errors
 
-__all__ = ["main"]
-
 
 class _Limit(JobCallback):
     """Ends the process after some steps of a `fit`, when the figures have been logged.

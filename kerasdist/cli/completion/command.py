@@ -7,8 +7,6 @@ import argparse
 from kerasdist.cli.completion.grammar import read_commands
 from kerasdist.cli.completion.scripts import SHELLS, script_for
 
-__all__ = ["add_parser"]
-
 _EPILOG = """\
 examples:
   source <(kerasdist completion bash)         in ~/.bashrc

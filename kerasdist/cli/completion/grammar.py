@@ -6,8 +6,6 @@ import argparse
 import dataclasses
 from collections.abc import Mapping
 
-__all__ = ["Command", "Option", "read_commands"]
-
 # Their script isn't an argument that the parser knows.
 _WITH_SCRIPT = ("run",)
 

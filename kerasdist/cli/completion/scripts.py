@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from kerasdist.cli.completion.grammar import Command, Option
 
-__all__ = ["SHELLS", "script_for"]
-
 SHELLS = ("bash", "zsh", "fish")
 # Also run by zsh, as bash would. Without a reply the shell completes names of files.
 _BASH = """\

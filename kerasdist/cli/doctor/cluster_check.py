@@ -23,8 +23,6 @@ from kerasdist.transport.rendezvous.bind import listen_at
 from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.wire.secret import is_loopback, job_secret, secret_fault
 
-__all__ = ["check_cluster", "check_peers", "check_secret", "own_port"]
-
 _RETRY_SECONDS = 0.25
 
 

@@ -18,8 +18,6 @@ from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.nodes import options as node_options
 from kerasdist.placement.sizes import counted
 
-__all__ = ["add_parser"]
-
 _DEVICES_SECONDS = 120.0  # importing TensorFlow from a cold network disk
 # The doctor of another machine tries to reach this one four times a second.
 _LISTEN_AT_LEAST = 1.0

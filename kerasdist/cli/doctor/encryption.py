@@ -9,8 +9,6 @@ from kerasdist.cluster import Cluster
 from kerasdist.transport.tls.credentials import tls_fault
 from kerasdist.transport.wire.secret import is_loopback
 
-__all__ = ["check_encryption"]
-
 
 def check_encryption(
     cluster: Cluster | None, environ: Mapping[str, str]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-__all__ = ["Finding"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:

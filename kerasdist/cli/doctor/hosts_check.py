@@ -32,8 +32,6 @@ from kerasdist.cli.run.nodes.rendezvous import LocalPart, RendezvousError, meeti
 from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address
 
-__all__ = ["check_hosts", "check_nodes"]
-
 _Sections = Iterator[tuple[str, list[Finding]]]
 _NOT_LOOKED_AT = """
 Not looked at: the script, and what other hosts have of cores, memory, {more}

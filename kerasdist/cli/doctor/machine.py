@@ -18,14 +18,6 @@ from kerasdist.cli.doctor.findings import Finding
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.shared_memory import create_segment
 
-__all__ = [
-    "check_allocator",
-    "check_cores",
-    "check_devices",
-    "check_shared_memory",
-    "check_versions",
-]
-
 _MiB = 1024**2
 _DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly"),

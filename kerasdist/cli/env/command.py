@@ -14,8 +14,6 @@ from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
 from kerasdist.placement.sizes import counted, human_bytes
 
-__all__ = ["add_parser", "report"]
-
 _TENSORFLOW_SECONDS = 60.0
 
 

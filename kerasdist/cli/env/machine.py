@@ -14,8 +14,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-__all__ = ["control_group", "limits", "memory", "network", "system"]
-
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 # What control groups of version 1 call unlimited is a little less than 2**63.
 _UNLIMITED = 1 << 60

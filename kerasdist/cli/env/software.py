@@ -14,8 +14,6 @@ from typing import Any
 from kerasdist._version import __version__
 from kerasdist.cli.ask_tensorflow import ANSWER, ask_tensorflow, python_command
 
-__all__ = ["LIST_DEVICES", "extras", "gpus", "versions"]
-
 _PACKAGES = (
     *("tensorflow", "tensorflow-cpu", "tf-nightly", "keras", "keras-nightly"),
     *("numpy", "tensorboard", "protobuf", "h5py", "ml_dtypes", "mpi4py"),

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["HIDDEN", "hide_secrets", "shown_variables"]
-
 HIDDEN = "(hidden)"
 _PREFIXES = (
     *("KERASDIST_", "KERAS_", "TF_", "XLA_", "CUDA_", "NVIDIA_", "NCCL_", "OMP_"),

@@ -32,8 +32,6 @@ from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault
 from kerasdist.transport.wire.secret import secret_fault
 
-__all__ = ["add_options", "add_parser", "read_number", "split", "start"]
-
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and
 a port of its own, and one secret for all. When one fails the others are ended, and the

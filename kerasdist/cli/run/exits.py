@@ -12,8 +12,6 @@ from kerasdist.cli.run.output import end_of, last_traceback
 from kerasdist.cli.run.processes import ENDING_SIGNALS
 from kerasdist.cli.run.spawn import Started
 
-__all__ = ["exit_code", "failed_at", "how", "in_words", "is_own_error", "show_end"]
-
 # Sent by a user, a batch system or an administrator. A signal that a process sends
 # itself when it crashes (SIGSEGV, SIGABRT) is an error of its own.
 _FROM_OUTSIDE = (signal.SIGKILL, *ENDING_SIGNALS)

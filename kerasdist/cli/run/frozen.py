@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from kerasdist.cli.run.processes import is_stopped
 from kerasdist.cli.run.spawn import Started
 
-__all__ = ["SECONDS", "FrozenTasks"]
-
 # Looks in a row, one per second. Counted, not timed: a batch system that suspends the
 # whole job for hours stops the launcher, too.
 _LOOKS = 10

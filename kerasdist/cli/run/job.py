@@ -12,8 +12,6 @@ from kerasdist.cli.run.gpus.division import Division
 from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
-__all__ = ["JobSpec", "Task"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:

@@ -60,8 +60,6 @@ from kerasdist.transport.liveness.launcher_pipe import (
     Report,
 )
 
-__all__ = ["JobOutcome"]
-
 # Seconds that the process of a worker that the servers have lost may take to end, so
 # that its exit code is printed with the loss.
 _LET_IT_END = 1.0

@@ -13,16 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
-__all__ = [
-    "LineTagger",
-    "Lines",
-    "OutputPump",
-    "Tail",
-    "WholeLines",
-    "end_of",
-    "last_traceback",
-]
-
 _TAIL_BYTES = 256 * 1024
 _LONGEST_LINE = 64 * 1024
 _PROGRESS_SECONDS = 5.0

@@ -10,8 +10,6 @@ from kerasdist.cli.run.hosts.places import Place
 from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
-__all__ = ["HostPorts", "JobPorts", "PartPorts"]
-
 
 class JobPorts:
     """One port of this machine for each task of a job, also for those added later.

@@ -11,18 +11,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = [
-    "ENDING_SIGNALS",
-    "GROW_SIGNAL",
-    "adopt_orphans",
-    "descendants",
-    "in_foreground",
-    "is_stopped",
-    "kill_all",
-    "kill_left_behind",
-    "signal_all",
-]
-
 # The signals with which a job is ended from outside, beside SIGKILL.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # The signal with which a worker is added to an elastic job.

@@ -31,8 +31,6 @@ from kerasdist.transport.liveness.final_error import (
 )
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
-__all__ = ["Launch", "Started", "lines_of"]
-
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Started:

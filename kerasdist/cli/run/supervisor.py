@@ -50,16 +50,6 @@ from kerasdist.cli.run.processes import (
 from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
 from kerasdist.cli.run.spawn import Launch, Started, lines_of
 
-__all__ = [
-    "INTERRUPT_TO_TERM",
-    "LET_CAUSE_END",
-    "LET_LOST_END",
-    "LET_THEM_FAIL",
-    "TERM_TO_KILL",
-    "TWICE",
-    "JobSupervisor",
-]
-
 # When one rank fails, in seconds from then. The others first get the time to fail
 # by themselves: they report which rank they have lost, and the real first failure may
 # be one whose process takes longer to end. In sum less than 5 s.

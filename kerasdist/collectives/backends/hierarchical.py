@@ -23,8 +23,6 @@ from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.tracing import Recorder
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["HierarchicalCommunicator"]
-
 
 class HierarchicalCommunicator(CheckedCommunicator):
     """Composes a communicator inside each host with one between their leaders.

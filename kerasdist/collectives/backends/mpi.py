@@ -38,8 +38,6 @@ from kerasdist.transport.wire.framing import (
     unpack_header,
 )
 
-__all__ = ["MpiCommunicator", "join", "transport_for"]
-
 _HEADER_TAG = 1
 # Requests are polled until they are done: at first all the time, then with pauses, so
 # that a rank that waits for a slow one doesn't take its core.

@@ -27,8 +27,6 @@ from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.tracing import Laps, Recorder
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["RingCommunicator"]
-
 # Chunks are sent in pieces of this size. It's less than the kernel's buffers, and stays
 # in a core's own cache until it is added.
 _PIECE_BYTES = 512 << 10

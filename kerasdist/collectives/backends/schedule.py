@@ -23,8 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["all_gather_steps", "reduce_scatter_steps"]
-
 
 def reduce_scatter_steps(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield (chunk to send, chunk to receive and add), size-1 times.

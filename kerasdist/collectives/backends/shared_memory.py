@@ -62,8 +62,6 @@ from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.tracing import Laps, Recorder
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["SharedMemoryCommunicator"]
-
 # Buffers up to this size are reduced by each rank, with one barrier: to meet again
 # costs more than to reduce the others' chunks, too.
 _SMALL_BYTES = 64 << 10

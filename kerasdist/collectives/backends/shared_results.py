@@ -32,8 +32,6 @@ from kerasdist.transport.shared_memory import create_memory, map_segment
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["MOST_MEMORIES", "SharedResultPool"]
-
 # A rank's note has a bit for each of them.
 MOST_MEMORIES = 64
 

@@ -12,8 +12,6 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["SingleCommunicator"]
-
 
 class SingleCommunicator(CheckedCommunicator):
     """Collectives of one rank: every result is a copy of the argument."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from kerasdist.transport.membership.epochs import Member
 
-__all__ = ["Change", "differences"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Change:

@@ -13,8 +13,6 @@ from kerasdist.collectives.elastic.groups import Group
 from kerasdist.collectives.elastic.link import BROKEN
 from kerasdist.transport.liveness.announcements import Outcome
 
-__all__ = ["ElasticChiefActions"]
-
 
 class ElasticChiefActions:
     """See `ChiefActions`.

@@ -36,9 +36,6 @@ from kerasdist.transport.base import Peer
 from kerasdist.transport.membership.epochs import Member
 from kerasdist.transport.tracing import Recorder
 
-__all__ = ["ElasticCommunicator", "MembershipChanged"]
-
-
 # Seconds for which members wait for processes that wanted to join.
 _ADMIT_SECONDS = 10.0
 _POLL_SECONDS = 0.002

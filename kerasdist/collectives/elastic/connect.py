@@ -33,8 +33,6 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tls.protection import checked_secret
 
-__all__ = ["connect_elastic", "name_job"]
-
 # Seconds between two questions of a worker that waits for the job to run.
 _AGAIN_SECONDS = 0.3
 # Part of the start's time-out within which it is found out whether the job runs.

@@ -19,8 +19,6 @@ from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.membership.epochs import Decision, Member
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["Connector", "Group", "Result", "catch_up", "introduce"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Result:

@@ -32,8 +32,6 @@ from kerasdist.transport.membership.epochs import (
 )
 from kerasdist.transport.rendezvous.listener import Listener
 
-__all__ = ["CONNECT_SECONDS", "ElasticJob"]
-
 # Seconds for connecting the members of a new epoch, which all live.
 CONNECT_SECONDS = 15.0
 # Seconds after the start's time-out until the agreement has ended the connecting.

@@ -19,8 +19,6 @@ from kerasdist import errors
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.termination import Termination
 
-__all__ = ["LEAVE_SECONDS", "SAVE_SECONDS", "Leaving"]
-
 # Seconds for what precedes the change: the platform ends the process before.
 SAVE_SECONDS = 600.0
 # Seconds until a leaver ends in any case. The change takes a fraction of a second.

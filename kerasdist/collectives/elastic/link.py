@@ -18,15 +18,6 @@ from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = [
-    "BROKEN",
-    "CannotConnect",
-    "Connected",
-    "Link",
-    "WorkerLink",
-    "elastic_timeouts",
-]
-
 # Seconds of silence after which a process is lost, at most.
 _MOST_HEARTBEAT = 5.0
 

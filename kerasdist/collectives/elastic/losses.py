@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping
 from kerasdist import errors
 from kerasdist.transport.membership.epochs import Member, StopReason
 
-__all__ = ["Losses"]
-
 
 class Losses:
     """The losses since the last change of the members, as errors.

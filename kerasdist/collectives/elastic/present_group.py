@@ -11,8 +11,6 @@ from kerasdist.collectives.elastic.groups import Group, Result
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.ops import Array
 
-__all__ = ["NO_EPOCH", "PresentGroup"]
-
 # The epoch of a worker that isn't a member yet.
 NO_EPOCH = -1
 

@@ -26,8 +26,6 @@ from typing import NoReturn
 
 from kerasdist.transport.log import background_log
 
-__all__ = ["Termination", "end_process", "flush_output"]
-
 # Of the platform's seconds: in `fit`, where the process may leave after its step, and
 # elsewhere, where a `fit` may begin.
 _PART_IN_FIT = 5 / 6

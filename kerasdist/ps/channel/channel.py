@@ -37,18 +37,6 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import now
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = [
-    "Channel",
-    "ChannelEnded",
-    "ChannelSilent",
-    "MemoryChannel",
-    "Message",
-    "Spec",
-    "memory_pair",
-    "read_specs",
-    "spans",
-]
-
 # The dtype's name and the shape of an array in a message.
 Spec = tuple[str, tuple[int, ...]]
 _ALIGNMENT = 64

@@ -60,8 +60,6 @@ from kerasdist.transport.wire.framing import (
 )
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["SocketChannel"]
-
 _PREFIX = struct.Struct("!IQ")
 # A smaller body is sent through the socket.
 _LEAST_SHARED_BYTES = 16 << 10

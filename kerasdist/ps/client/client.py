@@ -40,8 +40,6 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["TRANSPORTS", "ServerClient"]
-
 TRANSPORTS = ("auto", "tcp")
 
 # How long one thread waits, in seconds, for another that reports a failure.

@@ -30,8 +30,6 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.tracing import Laps, Recorder
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["ServerCommunicator"]
-
 # Smaller buffers are summed by one server.
 _LEAST_SPREAD_BYTES = 64 << 10
 # Larger chunks are sent in several rounds. A worker and a server don't send at once, so

@@ -25,8 +25,6 @@ from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tls.protection import checked_secret
 
-__all__ = ["connect_servers"]
-
 
 def connect_servers(
     cluster: Cluster,

@@ -23,13 +23,6 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tracing import Laps
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = [
-    "GRACE_SECONDS",
-    "JOIN_SECONDS",
-    "Roster",
-    "ServerConnection",
-]
-
 # Seconds that workers wait longer than a server, to get the server's reasons.
 GRACE_SECONDS = 8.0
 # Seconds that a thread of a connection may take to end.

@@ -11,8 +11,6 @@ from kerasdist.ps.client.job import Build
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["ServerConnections"]
-
 
 class ServerConnections:
     """The connections, by server. They are closed with this object.

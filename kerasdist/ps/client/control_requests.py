@@ -16,8 +16,6 @@ from kerasdist.ps.client.job import Build, Job
 from kerasdist.ps.server.batch_queue import REMEMBERED
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["ControlRequests"]
-
 
 class ControlRequests(Job):
     """The control requests of a worker's client; see `kerasdist.ps.client.client`."""

@@ -12,8 +12,6 @@ from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["InProcessConnection"]
-
 
 class InProcessConnection(ServerConnection):
     """The server of a worker alone, in its own process.

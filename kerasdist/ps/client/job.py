@@ -16,8 +16,6 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tracing import Recorder
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["Build", "Job"]
-
 # Makes a request, with arrays placed in the channel.
 Build = Callable[[Channel], Message]
 

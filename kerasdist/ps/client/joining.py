@@ -12,8 +12,6 @@ from kerasdist import errors
 from kerasdist.ps.client.client import ServerClient
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["Entry", "enter"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:

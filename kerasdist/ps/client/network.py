@@ -36,8 +36,6 @@ from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
-__all__ = ["NetworkConnection"]
-
 # Seconds that a broken connection waits for a report on the control connection.
 _REPORT_SECONDS = 1.0
 

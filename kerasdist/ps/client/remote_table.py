@@ -20,8 +20,6 @@ from kerasdist.ps.tables.table import merge_rows
 from kerasdist.transport.tracing import Laps, now
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["Change", "Pulled", "RemoteTable", "Rows"]
-
 _NO_CALL = Call(0)
 
 

@@ -26,8 +26,6 @@ from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tls.protection import checked_secret
 
-__all__ = ["ServerGroup", "ServerLink"]
-
 # Of the time for connecting.
 _LEAST_SECONDS = 0.1
 

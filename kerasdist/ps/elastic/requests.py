@@ -28,20 +28,6 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
-__all__ = [
-    "ASK",
-    "BEGIN",
-    "PURPOSE",
-    "READY",
-    "Layout",
-    "Refused",
-    "agreed",
-    "answer",
-    "names",
-    "refuse",
-    "request",
-]
-
 PURPOSE = "epoch"
 READY, BEGIN, ASK = "ready", "begin", "ask"
 _ANSWER_SECONDS = 5.0

@@ -32,8 +32,6 @@ from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import retry
 
-__all__ = ["Search"]
-
 # Seconds in which a server that lives answers.
 _ANSWER_SECONDS = 3.0
 _AGAIN_SECONDS = 0.05

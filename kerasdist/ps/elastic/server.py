@@ -36,8 +36,6 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tls.protection import checked_secret
 
-__all__ = ["ElasticServer"]
-
 _LOOK_SECONDS = 0.25
 _JOIN_SECONDS = 10.0
 # For connecting the members of an epoch.

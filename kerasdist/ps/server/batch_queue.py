@@ -17,8 +17,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-__all__ = ["END", "REMEMBERED", "BatchQueue"]
-
 # No queue is this long.
 END = 1 << 60
 # Number of last claims that a worker reports to a restarted server: in that range no

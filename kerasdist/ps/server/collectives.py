@@ -37,8 +37,6 @@ from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import OPS, Call
 
-__all__ = ["ServerCollectives"]
-
 # Smaller buffers are reduced by one thread.
 _LEAST_TOGETHER_BYTES = 256 << 10
 _BLOCK_BYTES = 256 << 10

@@ -17,8 +17,6 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["ControlConnections"]
-
 _ANSWER_SECONDS = 5.0
 
 

@@ -46,8 +46,6 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["MOST_BYTES", "Goodbye", "RequestHandler"]
-
 # No message has more numbers than this: 256 GB, or what the machine has.
 MOST_BYTES = min(1 << 38, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 # No number in a request is larger.

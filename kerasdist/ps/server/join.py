@@ -20,8 +20,6 @@ from kerasdist import errors
 from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["JoinBarrier"]
-
 # Seconds that a joiner's request waits at the server before it is sent again.
 _WAIT_SECONDS = 2.0
 

@@ -14,8 +14,6 @@ from typing import Any
 from kerasdist.errors import ProtocolError
 from kerasdist.ps.layout import Layout
 
-__all__ = ["Load", "loads_from_json", "loads_of", "share_in_words"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:

@@ -17,8 +17,6 @@ from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.log import background_log
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["run_server"]
-
 _FLUSH_SECONDS = 1.0
 
 

@@ -27,15 +27,6 @@ from kerasdist.transport.rendezvous.waiting_notice import (
 )
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = [
-    "GOODBYE_SECONDS",
-    "LOOK_SECONDS",
-    "PURPOSE",
-    "RETURN_SECONDS",
-    "Registrar",
-    "missing_from_json",
-]
-
 PURPOSE = "server"
 # Seconds during which arriving workers are refused because the job has failed.
 GOODBYE_SECONDS = 5.0

@@ -57,8 +57,6 @@ from kerasdist.transport.rendezvous.member import host_key
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tls.protection import checked_secret
 
-__all__ = ["ParameterServer", "session_name"]
-
 # Seconds that a broken data connection waits for the control connection's end.
 _REPORT_SECONDS = 2.0
 _JOIN_SECONDS = 10.0

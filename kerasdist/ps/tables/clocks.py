@@ -21,8 +21,6 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Mapping
 
-__all__ = ["Clocks"]
-
 
 class Clocks:
     """The clocks of the workers of one table. Not safe for threads.

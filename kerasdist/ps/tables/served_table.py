@@ -13,8 +13,6 @@ from kerasdist.ps.layout import Layout
 from kerasdist.ps.tables.clocks import Clocks
 from kerasdist.ps.tables.table import Table
 
-__all__ = ["Place", "ServedTable"]
-
 # Makes arrays in the next reply.
 Place = Callable[[Sequence[Spec]], list[Array]]
 

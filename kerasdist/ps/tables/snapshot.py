@@ -32,14 +32,6 @@ from kerasdist.collectives.ops import Array, octets
 from kerasdist.errors import ProtocolError, SnapshotError
 from kerasdist.ps.channel.channel import read_specs
 
-__all__ = [
-    "path_of",
-    "read_snapshot",
-    "remove_leftovers",
-    "remove_snapshot",
-    "write_snapshot",
-]
-
 _MAGIC = b"KDSTSNAP"
 _VERSION = 1
 _HEAD = struct.Struct("!8sIQ")

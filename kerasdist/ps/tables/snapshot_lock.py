@@ -22,8 +22,6 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.forks import close_in_children
 from kerasdist.transport.log import background_log
 
-__all__ = ["SnapshotLock"]
-
 _PAUSE_SECONDS = 0.05
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)

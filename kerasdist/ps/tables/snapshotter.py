@@ -29,8 +29,6 @@ from kerasdist.ps.tables.snapshot_lock import SnapshotLock
 from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.log import background_log
 
-__all__ = ["Snapshotter"]
-
 _CLOSE_SECONDS = 60.0
 # A job that is idle needs no more snapshots; the thread looks this often.
 _LONGEST_WAIT = 3600.0

@@ -19,8 +19,6 @@ from kerasdist.collectives.ops import Array
 from kerasdist.errors import ProtocolError
 from kerasdist.ps.layout import Layout
 
-__all__ = ["Table", "merge_rows"]
-
 Indices = npt.NDArray[np.integer]
 # Bytes that are added and read at once: they stay in the caches in between.
 _BLOCK_BYTES = 256 << 10

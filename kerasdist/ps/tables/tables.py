@@ -34,8 +34,6 @@ from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.served_table import Place, ServedTable
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["ServedTables"]
-
 Reply = tuple[dict[str, Any], list[Array]]
 
 

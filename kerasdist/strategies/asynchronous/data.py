@@ -22,8 +22,6 @@ from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.reduce.workers import ReplicaLayout
 from kerasdist.strategies.sync.data import SynchronousData, static_batch_size
 
-__all__ = ["DynamicData"]
-
 
 class DynamicData:
     """Makes dynamic batches; see `_keras.protocols.DynamicDataHooks`.

@@ -31,8 +31,6 @@ from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.batch_split import count_rows, part_of_batch, split_part
 from kerasdist.strategies.reduce.consensus import Consensus
 
-__all__ = ["DynamicBatches", "DynamicDataset"]
-
 
 class DynamicDataset(BatchIterable):
     """The data that `fit` trains on, over epochs; all workers create theirs alike.

@@ -32,8 +32,6 @@ from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.batch_check import different_batches
 from kerasdist.strategies.reduce.consensus import Consensus
 
-__all__ = ["AsyncEpochs", "compare_evidence"]
-
 
 class AsyncEpochs:
     """The epochs of one strategy; its hooks in Keras's loops.

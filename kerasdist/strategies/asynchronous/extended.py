@@ -21,8 +21,6 @@ from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
-__all__ = ["AsyncExtended"]
-
 
 class AsyncExtended(SynchronousExtended):
     """Replicas of this worker, which shares weights with all other workers.

@@ -32,8 +32,6 @@ from kerasdist.ps import ServerClient
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.tracing import Recorder
 
-__all__ = ["LiveCommunicator", "LiveJob", "WorkersChanged"]
-
 # Smaller arrays are gathered, which works with any worker lost at that moment.
 _LEAST_BROADCAST_BYTES = 4096
 

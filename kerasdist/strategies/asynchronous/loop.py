@@ -29,8 +29,6 @@ from kerasdist.strategies.asynchronous.dynamic_batches import (
 )
 from kerasdist.strategies.data.batch_split import split_part
 
-__all__ = ["DynamicLoop"]
-
 
 class DynamicLoop(LoopData, _tf.DistributedIterable):
     """The iterable of a custom loop.

@@ -28,8 +28,6 @@ import tensorflow as tf
 from kerasdist.collectives.ops import Array
 from kerasdist.ps import Rows
 
-__all__ = ["SharedRows", "rows_that_differ"]
-
 # This many bytes are compared at once, so that they stay in the caches.
 _BLOCK_BYTES = 256 << 10
 

@@ -23,8 +23,6 @@ from kerasdist._keras import ArrayData, ItemData
 from kerasdist.strategies.data.batch_check import checksum_of
 from kerasdist.strategies.data.shuffle import epoch_order
 
-__all__ = ["ArraySource", "DatasetSource", "ItemSource", "OwnSource", "Source"]
-
 # How many batches of a pass are compared over the workers.
 _CHECKED = 2
 

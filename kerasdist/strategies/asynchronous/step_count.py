@@ -20,8 +20,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import own_steps
 
-__all__ = ["StepCount"]
-
 
 class StepCount:
     """The step count of the optimizer of `fit`, and of optimizers before it.

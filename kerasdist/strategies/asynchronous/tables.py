@@ -19,8 +19,6 @@ from kerasdist.strategies.asynchronous.weights import SharedWeights, key_of
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.reduce.consensus import Consensus
 
-__all__ = ["SharedTables"]
-
 
 class SharedTables:
     """All tables of one strategy; see `_keras.protocols.DynamicWeightHooks`.

@@ -32,8 +32,6 @@ from kerasdist.ps import Change, Pulled, Rows, Variable
 from kerasdist.strategies.asynchronous.rows import SharedRows
 from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 
-__all__ = ["SharedWeights", "key_of"]
-
 # TensorFlow uses arrays that are aligned like this without copying them.
 _ALIGNMENT = 64
 # Of smaller variables all rows are sent: the message isn't longer for it.

@@ -23,8 +23,6 @@ from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
-__all__ = ["AsyncWorkers"]
-
 
 class AsyncWorkers(Workers):
     """See `Workers`; which workers reduce together depends on what is done.

@@ -17,8 +17,6 @@ from kerasdist.strategies.chief_data.transfer import (
 )
 from kerasdist.strategies.data.messages import used, with_remedies
 
-__all__ = ["settle_arrays"]
-
 
 def settle_arrays(
     communicator: Communicator,

@@ -16,8 +16,6 @@ from kerasdist.strategies.chief_data.encoding import decode, encode, pack, unpac
 from kerasdist.strategies.chief_data.transfer import size_of
 from kerasdist.strategies.data.messages import used, with_remedies
 
-__all__ = ["settle_batch"]
-
 
 def settle_batch(
     communicator: Communicator,

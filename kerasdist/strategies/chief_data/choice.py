@@ -32,8 +32,6 @@ from kerasdist.strategies.chief_data.comparison.likeness import (
 from kerasdist.strategies.chief_data.comparison.origin import ITS_OWN, Origin
 from kerasdist.strategies.data.messages import other_forms, own_parts, strangers
 
-__all__ = ["DataChoice"]
-
 # The evidence that was found for earlier data: shared rows, or only shared targets.
 _ROWS, _TARGETS = "rows", "targets"
 # A random part with this many rows would share a row with the others.

@@ -30,8 +30,6 @@ from kerasdist.strategies.data.batch_check import checksum_of_batch, different_b
 from kerasdist.strategies.data.messages import used
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["PeekedDataset", "PeekedRows", "settle_dataset"]
-
 # Another order shows in the first batches, or almost never.
 _COMPARED = 2
 

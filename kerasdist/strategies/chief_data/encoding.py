@@ -23,8 +23,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-__all__ = ["Encoded", "as_dtype", "decode", "encode", "pack", "unpack"]
-
 Array = npt.NDArray[Any]
 _ALIGNMENT = 64
 

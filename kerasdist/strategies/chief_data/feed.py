@@ -37,8 +37,6 @@ from kerasdist.strategies.chief_data.transfer import size_of
 from kerasdist.strategies.data.batch_split import slice_rows, with_facts
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["ChiefFeed", "own_rows_of"]
-
 # Batches that are kept ready.
 _AHEAD = 8
 # After this many bytes no further batch is added to a collective.

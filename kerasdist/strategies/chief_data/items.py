@@ -16,8 +16,6 @@ from kerasdist.strategies.data.messages import used
 from kerasdist.strategies.data.shuffle import epoch_order
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["ChiefItems"]
-
 
 class ChiefItems:
     """The chief's items, for all workers, if theirs differ.

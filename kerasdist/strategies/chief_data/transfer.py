@@ -17,8 +17,6 @@ from kerasdist.strategies.chief_data.encoding import (
     unpack,
 )
 
-__all__ = ["chiefs_facts", "chiefs_leaves", "size_of"]
-
 # Bytes of an array that are sent in one collective.
 _AT_ONCE = 32 << 20
 

@@ -18,8 +18,6 @@ from kerasdist.strategies.data.shuffle import (
 )
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
-__all__ = ["ArrayEpochs", "ArrayParts"]
-
 
 class ArrayEpochs:
     """The iterable over this worker's parts of arrays; each iteration is an epoch.

@@ -22,8 +22,6 @@ from kerasdist import _tf
 from kerasdist.collectives.ops import equal_part
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
-__all__ = ["has_own_policy", "is_by_file", "own_part", "own_sizes"]
-
 _Policy = tf.data.experimental.AutoShardPolicy
 
 

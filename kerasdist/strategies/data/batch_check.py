@@ -18,14 +18,6 @@ import tensorflow as tf
 from kerasdist.strategies.data.messages import with_remedies
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = [
-    "CHECKSUM",
-    "SameBatches",
-    "checksum_of",
-    "checksum_of_batch",
-    "different_batches",
-]
-
 CHECKSUM = "kerasdist_checksum"
 # A different order shows in the first batches, or almost never.
 _CHECKED = 2

@@ -20,20 +20,6 @@ import tensorflow as tf
 
 from kerasdist.collectives.ops import equal_part
 
-__all__ = [
-    "bounds_of_replica",
-    "count_rows",
-    "fill_if_empty",
-    "part_of_batch",
-    "reads_ahead",
-    "rows_of",
-    "slice_dataset",
-    "slice_rows",
-    "split_part",
-    "take_rows",
-    "with_facts",
-]
-
 _TOTAL = "kerasdist_total_rows"
 _ROWS = "kerasdist_own_rows"
 

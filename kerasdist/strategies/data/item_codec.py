@@ -19,8 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-__all__ = ["ItemCodec"]
-
 Array = npt.NDArray[Any]
 _ALIGNMENT = 64
 

@@ -2,16 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "REMEDIES",
-    "in_elastic_job",
-    "other_forms",
-    "own_parts",
-    "strangers",
-    "used",
-    "with_remedies",
-]
-
 _SEED = (
     "If each worker's data are its own part, give the strategy shard='off'. If all "
     "workers should have the same data, seed what makes them "

@@ -30,8 +30,6 @@ from kerasdist.strategies.data.batch_split import (
     with_facts,
 )
 
-__all__ = ["OwnRows"]
-
 
 class OwnRows:
     """The division of one pipeline.

@@ -23,8 +23,6 @@ from kerasdist.strategies.data.batch_split import slice_rows, split_part, with_f
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["PerWorkerDataset"]
-
 # TensorFlow's message on each rank that has a file; the last of them has seen all.
 _TOO_FEW_FILES = re.compile(r"the dataset only has (\d+) file")
 

@@ -41,8 +41,6 @@ from kerasdist.strategies.data.messages import REMEDIES
 from kerasdist.strategies.data.shuffle import epoch_order
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["DifferentItems", "SharedItems", "share_items"]
-
 
 class DifferentItems(ValueError):
     """The workers' PyDatasets differ. All workers raise it."""

@@ -10,8 +10,6 @@ import numpy.typing as npt
 
 from kerasdist.collectives.ops import equal_part
 
-__all__ = ["epoch_order", "has_empty_parts", "own_rows", "same_length"]
-
 
 def epoch_order(
     samples: int, batch_size: int, shuffle: bool | str, seed: int, epoch: int

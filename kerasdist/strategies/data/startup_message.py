@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from kerasdist.collectives.ops import equal_part
 from kerasdist.placement.sizes import counted
 
-__all__ = ["GivenData", "describe"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GivenData:

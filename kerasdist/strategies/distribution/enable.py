@@ -7,8 +7,6 @@ from kerasdist.strategies.distribution.owner import StrategyOwner
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.strategies.versions import check_installed
 
-__all__ = ["enable_keras_distribution"]
-
 
 def enable_keras_distribution(strategy: DataParallelStrategy | None = None) -> None:
     """Let `keras.distribution` train on all workers of a job.

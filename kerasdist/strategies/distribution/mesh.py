@@ -12,8 +12,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-__all__ = ["check_kind", "global_names", "local_devices"]
-
 
 def global_names(local: list[str], size: int) -> list[str]:
     """Return the names of all workers' devices.

@@ -18,8 +18,6 @@ from kerasdist.strategies.distribution.mesh import (
 from kerasdist.strategies.ring import RingStrategy
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 
-__all__ = ["StrategyOwner"]
-
 
 class _Scope(threading.local):
     """The scope that this thread's distribution has begun.

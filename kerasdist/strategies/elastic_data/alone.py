@@ -17,8 +17,6 @@ from kerasdist.strategies.data.batch_check import CHECKSUM, checksum_of_batch
 from kerasdist.strategies.data.batch_split import slice_rows, split_part
 from kerasdist.strategies.elastic_data.datasets import DatasetPass
 
-__all__ = ["OWN_PASS", "SHARED_PASS", "CountedDataset"]
-
 # Of data that several workers would divide, and of data that are each worker's own.
 SHARED_PASS = DatasetPass.__name__
 OWN_PASS = "OwnPass"

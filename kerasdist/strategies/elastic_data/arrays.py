@@ -22,8 +22,6 @@ from kerasdist.strategies.data.batch_check import checksum_of_batch
 from kerasdist.strategies.data.shuffle import epoch_order
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
-__all__ = ["ElasticArrays"]
-
 
 class ElasticArrays(CountedData):
     """The iterable over this worker's parts of arrays; each iteration is an epoch.

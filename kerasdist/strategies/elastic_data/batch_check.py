@@ -8,8 +8,6 @@ import numpy as np
 
 from kerasdist.strategies.data.batch_check import SameBatches, different_batches
 
-__all__ = ["ElasticBatches"]
-
 
 class ElasticBatches(SameBatches):
     """The check of an elastic job: a worker that has joined is wrong by itself.

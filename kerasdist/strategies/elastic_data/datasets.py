@@ -31,8 +31,6 @@ from kerasdist.strategies.data.batch_split import (
 )
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
-__all__ = ["ElasticDataset"]
-
 
 class ElasticDataset(CountedData):
     """The iterable over this worker's parts of a dataset; each iteration is a pass.

@@ -14,8 +14,6 @@ from kerasdist._keras import CountedData, StepTimer
 from kerasdist.strategies.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["ElasticOwnData"]
-
 
 class ElasticOwnData(PerWorkerDataset, CountedData):
     """The iterable for Keras in place of a worker's own distributed dataset.

@@ -13,14 +13,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-__all__ = [
-    "check_reduction",
-    "communication_hint",
-    "report",
-    "report_servers",
-    "sums_on_devices",
-]
-
 _LOG = logging.getLogger("kerasdist")
 _CHOICES = ("auto", "device", "host")
 _NATIVE = (

@@ -22,8 +22,6 @@ from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.local_sums.choice import communication_hint
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 
-__all__ = ["DeviceOps", "make_device_ops"]
-
 # bfloat16 isn't among NCCL's dtypes in TensorFlow: it is added in float32.
 _ADDED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _KEYS = 2**31

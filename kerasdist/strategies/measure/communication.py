@@ -6,8 +6,6 @@ import threading
 
 from kerasdist.transport.tracing import NAMES
 
-__all__ = ["SpanSums", "Work"]
-
 _NANO = 1e-9
 
 

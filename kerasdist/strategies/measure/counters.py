@@ -11,22 +11,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.collectives.ops import Array
 
-__all__ = [
-    "BEGIN",
-    "END",
-    "GRADIENTS",
-    "MEASURED",
-    "READY",
-    "REDUCED",
-    "ROWS",
-    "SLOTS",
-    "STEPS",
-    "UPDATES",
-    "StepCounters",
-    "time_after",
-    "time_after_all",
-]
-
 # Counts of all steps, then counts and sums of times of the measured ones.
 STEPS, ROWS, MEASURED, UPDATES = range(4)
 BEGIN, READY, END, GRADIENTS, REDUCED = range(4, 9)

@@ -7,8 +7,6 @@ import numpy as np
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.communication import SpanSums
 
-__all__ = ["link_speed"]
-
 # Large enough that the bandwidth matters, not the round trip; on a network of
 # 100 Mbit/s it takes a second.
 _BYTES = 4 << 20

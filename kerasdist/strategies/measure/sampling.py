@@ -15,8 +15,6 @@ from __future__ import annotations
 import math
 import random
 
-__all__ = ["Sampling", "rows_for"]
-
 # For calls up to this many seconds, the length of a row, including the warm-up. Longer
 # calls are all measured: that costs little (benchmarks/board_cost), and a second graph
 # of them may take long to trace.

@@ -37,8 +37,6 @@ from kerasdist.collectives.ops import Array
 from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.visits import union_length
 
-__all__ = ["COMPUTE", "StageClock", "StageSpan", "StageTimes"]
-
 # The name of a span that belongs to no micro-batch, or to all of the batch.
 COMPUTE = "compute"
 # How often another machine is asked for its clock.

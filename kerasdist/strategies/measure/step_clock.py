@@ -61,8 +61,6 @@ from kerasdist.strategies.measure.sampling import Sampling, rows_for
 from kerasdist.strategies.measure.step_parts import parts_of_a_step
 from kerasdist.strategies.measure.step_times import PARTS, PHASES, StepTimes
 
-__all__ = ["StepClock"]
-
 
 class StepClock:
     """The clock of one strategy's steps.

@@ -14,8 +14,6 @@ from kerasdist.strategies.measure.counters import (
     UPDATES,
 )
 
-__all__ = ["parts_of_a_step"]
-
 
 def parts_of_a_step(
     sums: Array, spans: Work, *, inside: float | None, met: float, in_turn: bool

@@ -9,8 +9,6 @@ import numpy as np
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.ops import Array
 
-__all__ = ["PARTS", "PHASES", "StepTimes", "gather"]
-
 # The parts of a step, without the time between steps.
 PHASES = ("input", "compute", "pack", "exchange", "update")
 # All fields of a step that are determined from the measured steps.

@@ -30,8 +30,6 @@ from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.tracing import Recorder, now
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["NativeCommunicator", "connector", "group_options"]
-
 _LOG = logging.getLogger("kerasdist")
 _COLLECTIVE = re.compile(r"Collective ops is aborted|Collective(Reduce|Gather|Bcast)")
 _TASK = re.compile(r"remote target /job:worker/replica:0/task:(\d+)")

@@ -14,8 +14,6 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["CollectiveDeadlines"]
-
 # Ending the late collective takes the thread at most about this long.
 _JOIN_SECONDS = 10.0
 

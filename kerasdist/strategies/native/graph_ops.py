@@ -21,8 +21,6 @@ from kerasdist.strategies.native.communicator import NativeCommunicator, group_o
 from kerasdist.strategies.native.row_exchange import exchange_rows
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 
-__all__ = ["NativeOps", "make_native_ops"]
-
 _MERGE = {"sum": "Add", "prod": "Mul", "min": "Min", "max": "Max"}
 _REDUCED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 # In TensorFlow, NCCL's dtypes.

@@ -12,8 +12,6 @@ from kerasdist import _tf
 if TYPE_CHECKING:
     from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 
-__all__ = ["exchange_rows"]
-
 
 def exchange_rows(
     ops: CollectiveOps,

@@ -21,8 +21,6 @@ from kerasdist.collectives import Communicator
 from kerasdist.transport.rendezvous.open_servers import narrow, report_unprotected
 from kerasdist.transport.rendezvous.ports import on_free_port
 
-__all__ = ["Server", "is_serving", "serve"]
-
 _LOG = logging.getLogger("kerasdist")
 # Distinct from the keys that TensorFlow's own strategies count up from 1.
 _FIRST_GROUP = 0x4B44_0000

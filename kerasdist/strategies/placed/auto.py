@@ -23,8 +23,6 @@ from kerasdist.placement.plan import Device, make_plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.placed.placer import Placer
 
-__all__ = ["AutoPlacer"]
-
 
 class AutoPlacer(Placer):
     """A placement that is planned when the first model is used.

@@ -18,8 +18,6 @@ from kerasdist.strategies.placed.micro_batches import in_micro_batches
 from kerasdist.strategies.placed.placer import Placer
 from kerasdist.strategies.placed.remote import RemoteDevices
 
-__all__ = ["PlacedExtended", "install_hooks", "placed_step"]
-
 
 def install_hooks() -> None:
     """Install the hooks for placements in Keras and TensorFlow, once per process."""

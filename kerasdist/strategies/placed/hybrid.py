@@ -21,8 +21,6 @@ from kerasdist.strategies.placed.extended import placed_step
 from kerasdist.strategies.placed.placer import Placer
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
-__all__ = ["HybridExtended"]
-
 
 class HybridExtended(SynchronousExtended):
     """One replica on several devices, synchronous with those of all other workers.

@@ -12,8 +12,6 @@ from kerasdist import _keras, _tf
 from kerasdist._tf.graph import micro_batch_order
 from kerasdist.strategies.measure.stages import StageClock
 
-__all__ = ["check_micro_batches", "in_micro_batches"]
-
 
 def check_micro_batches(micro_batches: Any) -> int:
     """Return the number of micro-batches.

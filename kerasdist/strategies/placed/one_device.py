@@ -27,8 +27,6 @@ from kerasdist._tf.facets import facets_of
 from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.placed.placer import Placer
 
-__all__ = ["on_one_device"]
-
 
 class _OneDevice(Placer):
     """A placer that puts everything on the first device.

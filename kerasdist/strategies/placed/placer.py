@@ -19,8 +19,6 @@ from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
 
-__all__ = ["Placer"]
-
 # Stands for an unknown dimension of a shape: mostly a batch's rows.
 _UNKNOWN_DIMENSION = 128
 

@@ -54,8 +54,6 @@ from kerasdist.transport.rendezvous.open_servers import (
 from kerasdist.transport.rendezvous.ports import on_free_port
 from kerasdist.transport.rendezvous.probe import why_unreachable
 
-__all__ = ["RemoteDevices", "rendezvous"]
-
 _LOG = logging.getLogger("kerasdist")
 # Seconds to open a connection to a server that is listening.
 _DIAL_SECONDS = 20.0

@@ -17,8 +17,6 @@ from kerasdist._tf.graph.graph_clocks import CLOCK
 from kerasdist._tf.graph.partition_graphs import RunNode
 from kerasdist.placement.sizes import human_bytes
 
-__all__ = ["LayerPlace", "Move", "Names", "PlacementReport", "StepPlaces", "places_of"]
-
 # Operations that compute nothing.
 _LIGHT = frozenset(
     {

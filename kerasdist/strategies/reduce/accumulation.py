@@ -28,8 +28,6 @@ from kerasdist.strategies.reduce.gradients import narrow, widen
 from kerasdist.strategies.reduce.indexed_slices import rows_of, sum_over_workers
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["end_window"]
-
 
 def end_window(
     workers: Workers,

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["in_buckets"]
-
 
 def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
     """Divide gradients into buckets, from the last one to the first.

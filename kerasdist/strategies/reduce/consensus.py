@@ -13,8 +13,6 @@ import tensorflow as tf
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["Consensus", "check_state", "digest_of"]
-
 _SMALL_BYTES = 1 << 16
 # Sums of a fingerprint. A prime: rows in another order are in other sums.
 _COLUMNS = 1021

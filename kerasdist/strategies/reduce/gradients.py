@@ -19,8 +19,6 @@ from kerasdist.strategies.reduce.replicas import sum_once_per_worker, sum_over_r
 from kerasdist.strategies.reduce.sparse_parts import SplitGradients
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["narrow", "reduce_gradients", "widen"]
-
 # Up to this size the last bucket is sent with the slices, by one collective.
 _MOST_BESIDE_BYTES = 64 << 10
 _WIRE = {"bf16": tf.bfloat16, "fp16": tf.float16}

@@ -26,8 +26,6 @@ from kerasdist.collectives.gradient_sum import sum_gradients
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.strategies.job import StrategyJob
 
-__all__ = ["CollectiveOps", "make_ops"]
-
 
 class CollectiveOps:
     """Collectives between workers, on host tensors, in graphs and eagerly.

@@ -24,8 +24,6 @@ import tensorflow as tf
 
 from kerasdist._tf.graph import tensor_origins
 
-__all__ = ["FIXED", "KEYED", "ROWS", "Part", "parts_of"]
-
 FIXED = "fixed"
 KEYED = "keyed"
 ROWS = "rows"

@@ -30,8 +30,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["add_up", "rows_of", "sum_of_slices", "sum_over_workers"]
-
 # The part of the slices that may be left for the sum to be cheaper: TensorFlow takes
 # several times longer to update a row than to add one up, see benchmarks/fit.
 _FEW = 0.85

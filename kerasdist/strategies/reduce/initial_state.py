@@ -21,8 +21,6 @@ from kerasdist.errors import CollectiveError
 from kerasdist.strategies.reduce.consensus import digest_of
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["Shared", "give_state", "share_state"]
-
 # This many bytes are sent at once, or one variable if it has more.
 _MOST_BYTES = 64 << 20
 

@@ -10,15 +10,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = [
-    "finish",
-    "local_sum",
-    "over_workers",
-    "reduce_in_replicas",
-    "sum_once_per_worker",
-    "sum_over_replicas",
-]
-
 
 def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
     """Sum each tensor over all replicas, in replica context."""

@@ -29,9 +29,6 @@ from kerasdist.strategies.reduce.index_origin import (
     parts_of,
 )
 
-__all__ = ["SplitGradients"]
-
-
 _DIFFERENT = (
     "Workers look up different rows of a table, by indices that don't depend on the "
     "data. Received: other indices on this worker than on another one. Make the same "

@@ -18,8 +18,6 @@ from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 
-__all__ = ["ReplicaLayout", "Workers"]
-
 
 class ReplicaLayout(NamedTuple):
     """The numbers of a worker's replicas.

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-__all__ = ["BlockStrategy"]
-
 _LOG = logging.getLogger("kerasdist")
 _Self = TypeVar("_Self", bound="BlockStrategy")
 

@@ -10,8 +10,6 @@ import tensorflow as tf
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ClusterError
 
-__all__ = ["given_cluster", "resolver_of"]
-
 
 def given_cluster(cluster: Any, cluster_resolver: Any) -> Any:
     """Return the one of a strategy's two arguments that was given; None if neither.

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.cluster.this_host import is_this_host
 
-__all__ = ["local_ranks"]
-
 
 def local_ranks(addresses: Sequence[str], rank: int) -> list[int]:
     """Return the ranks of the workers on a worker's host, in ascending order.

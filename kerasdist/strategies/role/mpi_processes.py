@@ -5,8 +5,6 @@ from __future__ import annotations
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ClusterError
 
-__all__ = ["refuse_mpi"]
-
 
 def refuse_mpi(place: Cluster, strategy: str, remedy: str) -> None:
     """Refuse a place among processes that only MPI can connect.

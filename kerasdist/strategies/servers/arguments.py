@@ -23,8 +23,6 @@ from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task
 
-__all__ = ["Arguments", "check_arguments"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:

@@ -7,8 +7,6 @@ import logging
 from kerasdist.ps import Event
 from kerasdist.transport.log import background_log
 
-__all__ = ["EventLog"]
-
 
 class EventLog:
     """Records events of workers, and reports them in the log, since the others go on.

@@ -7,8 +7,6 @@ from kerasdist.ps.elastic.main import run_elastic_server
 from kerasdist.ps.server.main import run_server
 from kerasdist.strategies.servers.arguments import Arguments
 
-__all__ = ["serve_job"]
-
 
 def serve_job(arguments: Arguments) -> None:
     """Run this task's server until the job is over.

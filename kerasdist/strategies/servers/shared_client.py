@@ -21,8 +21,6 @@ from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.ps import Event, ServerClient
 from kerasdist.transport import Timeouts
 
-__all__ = ["SharedClient"]
-
 # Seconds to wait for servers in place of those that an error of this process ended.
 _AGAIN_SECONDS = 20.0
 

@@ -39,8 +39,6 @@ from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
-__all__ = ["SynchronousData", "known_of", "static_batch_size"]
-
 # Seconds of input for a step that nobody needs to be told of.
 _CHEAP = 0.005
 

@@ -16,8 +16,6 @@ from kerasdist.strategies.elastic_data.alone import (
 from kerasdist.strategies.elastic_data.arrays import ElasticArrays
 from kerasdist.strategies.sync.data import SynchronousData
 
-__all__ = ["DataAlone"]
-
 
 class DataAlone(SynchronousData):
     """The iterables of a job of one worker, whose passes and batches are counted.

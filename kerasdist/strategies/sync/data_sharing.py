@@ -13,8 +13,6 @@ from kerasdist.strategies.data.auto_shard import is_by_file, own_part
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.reduce.workers import Workers
 
-__all__ = ["SharingExtended"]
-
 
 class SharingExtended(_tf.MirroredExtended):
     """TensorFlow's strategy of local replicas, which share data with other workers.

@@ -22,8 +22,6 @@ from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.sync.data import SynchronousData, known_of
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
-__all__ = ["ElasticData"]
-
 
 class ElasticData(SynchronousData):
     """Iterables that go on, in the midst of an epoch, for other workers.

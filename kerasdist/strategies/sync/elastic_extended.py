@@ -17,8 +17,6 @@ from kerasdist.strategies.sync.data_alone import DataAlone
 from kerasdist.strategies.sync.elastic_data import ElasticData
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
-__all__ = ["ElasticExtended", "ExtendedAlone"]
-
 
 class ElasticExtended(SynchronousExtended):
     """Replicas of this worker, synchronous with those of the present workers.

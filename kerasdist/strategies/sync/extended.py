@@ -42,8 +42,6 @@ from kerasdist.strategies.reduce.workers import Workers
 from kerasdist.strategies.sync.data import SynchronousData
 from kerasdist.strategies.sync.data_sharing import SharingExtended
 
-__all__ = ["SynchronousExtended"]
-
 
 class SynchronousExtended(SharingExtended):
     """Replicas of this worker, synchronous with those of all other workers.

@@ -18,8 +18,6 @@ from kerasdist.strategies.role.cluster_resolver import resolver_of
 from kerasdist.strategies.role.local_workers import local_ranks
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
-__all__ = ["DataParallelStrategy"]
-
 _Self = TypeVar("_Self", bound="DataParallelStrategy")
 
 

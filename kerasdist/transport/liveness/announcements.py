@@ -24,8 +24,6 @@ from typing import Any, Protocol
 
 from kerasdist.errors import ProtocolError
 
-__all__ = ["Announcement", "Announcements", "ChiefActions", "Outcome"]
-
 # Topics that are remembered.
 _MOST_TOPICS = 1000
 # Seconds until the request is sent to the chief again; doubled each time.

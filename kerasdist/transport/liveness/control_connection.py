@@ -16,8 +16,6 @@ from kerasdist.transport.wire.framing import (
     unpack_header,
 )
 
-__all__ = ["ControlConnection"]
-
 
 class ControlConnection:
     """A control connection that never blocks. Not safe for several threads.

@@ -12,8 +12,6 @@ import socket
 
 from kerasdist.cluster.address import split_address
 
-__all__ = ["disconnect"]
-
 _DESCRIPTORS = "/dev/fd"
 
 

@@ -18,8 +18,6 @@ from kerasdist.transport.liveness.launcher_pipe import (
     descriptor_named,
 )
 
-__all__ = ["ENDED_VARIABLE", "EndedTaskList", "EndedTasks"]
-
 ENDED_VARIABLE = "KERASDIST_ENDED_FD"
 
 

@@ -50,8 +50,6 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["DECISION_SECONDS", "SessionSupervisor"]
-
 # Seconds that the chief waits for a report that is better than a suspicion.
 DECISION_SECONDS = 2.0
 

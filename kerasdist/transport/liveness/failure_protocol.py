@@ -9,8 +9,6 @@ from kerasdist import errors
 from kerasdist.transport.base import Peer
 from kerasdist.transport.wire.framing import Call
 
-__all__ = ["Supervisor", "Unsupervised", "decode", "encode"]
-
 _MOST_CHARACTERS = 4000
 
 

@@ -26,13 +26,6 @@ from types import TracebackType
 from kerasdist import errors
 from kerasdist.transport.liveness.launcher_pipe import descriptor_named
 
-__all__ = [
-    "ERROR_VARIABLE",
-    "FinalError",
-    "final_exception",
-    "hand_over_final_error",
-]
-
 ERROR_VARIABLE = "KERASDIST_ERROR_FD"
 # Of a longer traceback (for instance of a RecursionError) the end is kept.
 _MOST_CHARACTERS = 100_000

@@ -30,8 +30,6 @@ from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tls.tls_socket import holds_bytes
 from kerasdist.transport.wire.framing import Call, FrameType
 
-__all__ = ["Frame", "Heartbeat"]
-
 _FLUSH_SECONDS = 1.0
 _LONGEST_POLL = 3600.0
 _NO_CALL = Call(0)

@@ -28,19 +28,6 @@ from typing import Any
 
 from kerasdist import errors
 
-__all__ = [
-    "REPORT_VARIABLE",
-    "LauncherPipe",
-    "Members",
-    "Notice",
-    "Report",
-    "Reporter",
-    "ServerReporter",
-    "decode",
-    "descriptor_in_words",
-    "descriptor_named",
-]
-
 REPORT_VARIABLE = "KERASDIST_REPORT_FD"
 # The smallest PIPE_BUF of any system.
 _MOST_BYTES = 512

@@ -15,8 +15,6 @@ from kerasdist.transport.liveness.launcher_pipe import (
     descriptor_named,
 )
 
-__all__ = ["STDERR_VARIABLE", "stderr_environ", "take_stderr"]
-
 STDERR_VARIABLE = "KERASDIST_STDERR_FD"
 
 

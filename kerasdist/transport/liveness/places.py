@@ -18,8 +18,6 @@ import struct
 
 from kerasdist.errors import ProtocolError
 
-__all__ = ["Places"]
-
 # First rank, number of ranks, number of their collective.
 _RUN = struct.Struct("!IIQ")
 # The place of a rank of which nothing is known: not behind any.

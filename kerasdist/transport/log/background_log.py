@@ -20,8 +20,6 @@ from typing import Any
 from kerasdist.transport.log.default_handler import LOGGER
 from kerasdist.transport.log.status import make_record
 
-__all__ = ["MOST_LINES", "flush", "log"]
-
 MOST_LINES = 1000
 
 

@@ -17,19 +17,6 @@ from typing import Any, TextIO
 
 from kerasdist.transport.log.progress_line import ProgressLine, rewrites
 
-__all__ = [
-    "FORMAT_VARIABLE",
-    "LEVEL_VARIABLE",
-    "LOGGER",
-    "DefaultHandler",
-    "configure",
-    "format_fault",
-    "is_configured",
-    "level_fault",
-    "name_task",
-    "rewrites_lines",
-]
-
 LOGGER = logging.getLogger("kerasdist")
 LEVEL_VARIABLE, FORMAT_VARIABLE = "KERASDIST_LOG_LEVEL", "KERASDIST_LOG_FORMAT"
 _FORMATS = ("text", "json")

@@ -8,8 +8,6 @@ import time
 
 from kerasdist.transport.log.background_log import log
 
-__all__ = ["LimitedLog"]
-
 
 class LimitedLog:
     """Writes warnings, no more than some in each span of time; counts the others.

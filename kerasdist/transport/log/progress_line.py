@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import TextIO
 
-__all__ = ["ProgressLine", "rewrites"]
-
 _COLUMNS = 80
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from kerasdist.transport.log.default_handler import LOGGER, is_configured
 
-__all__ = ["info", "log", "make_record"]
-
 
 def info(message: str, *args: object, **fields: Any) -> None:
     """Log a line of level INFO, as `log` does."""

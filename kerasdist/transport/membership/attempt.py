@@ -8,8 +8,6 @@ from collections.abc import Collection
 from kerasdist.transport.membership.epochs import Decision, Member, Report, is_quorum
 from kerasdist.transport.membership.messages import Prepare, Promise
 
-__all__ = ["Attempt"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Attempt:

@@ -21,8 +21,6 @@ from kerasdist.transport.membership.messages import Message
 from kerasdist.transport.wire.framing import MAX_CONTROL
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["decode", "encode"]
-
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Message)
 }

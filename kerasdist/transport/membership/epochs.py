@@ -39,19 +39,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "Decision",
-    "Epoch",
-    "Member",
-    "Progress",
-    "Report",
-    "StopReason",
-    "Verdict",
-    "first_decision",
-    "is_quorum",
-    "next_decision",
-]
-
 
 class Member(NamedTuple):
     """A process that is, was or wants to be a worker of the job.

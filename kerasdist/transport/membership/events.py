@@ -17,27 +17,6 @@ from kerasdist.transport.membership.epochs import (
 )
 from kerasdist.transport.membership.messages import Message
 
-__all__ = [
-    "Apply",
-    "Broken",
-    "Dead",
-    "Event",
-    "Fetched",
-    "Finished",
-    "GiveUp",
-    "Install",
-    "Leave",
-    "Output",
-    "Received",
-    "Send",
-    "Silent",
-    "Stop",
-    "Suspend",
-    "Timeout",
-    "TooLate",
-]
-
-
 # Events.
 
 

@@ -78,8 +78,6 @@ from kerasdist.transport.membership.messages import (
     Rejected,
 )
 
-__all__ = ["Machine"]
-
 # A planned change comes after this many steps, so that all members know of it in time.
 # The others may be in the step after the proposer's already.
 _STEPS_AHEAD = 2

@@ -11,22 +11,6 @@ from typing import NamedTuple
 
 from kerasdist.transport.membership.epochs import Decision, Member, Report
 
-__all__ = [
-    "Accepted",
-    "Ballot",
-    "Decided",
-    "Excluded",
-    "Gone",
-    "Join",
-    "Leaving",
-    "Loss",
-    "Message",
-    "Prepare",
-    "Promise",
-    "Propose",
-    "Rejected",
-]
-
 
 class Ballot(NamedTuple):
     """The number of an attempt to decide; a member promises to ignore smaller ones."""

@@ -11,8 +11,6 @@ from kerasdist.cluster.address import split_address
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.probe import look_up
 
-__all__ = ["inherited_socket", "listen_at"]
-
 # Seconds for looking up the name of the own address.
 _LOOK_UP_SECONDS = 10.0
 _BACKLOG = 1024

@@ -28,8 +28,6 @@ from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.same_user import why_not_same_user
 from kerasdist.transport.wire.secret import is_loopback
 
-__all__ = ["PROBE_SECONDS", "dial_tcp", "dial_unix", "retry"]
-
 _Result = TypeVar("_Result")
 
 # Seconds for finding out why a task can't be reached.

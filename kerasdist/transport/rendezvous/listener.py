@@ -40,13 +40,6 @@ from kerasdist.transport.wire.messages import write_frame
 from kerasdist.transport.wire.same_user import why_not_same_user
 from kerasdist.transport.wire.secret import is_loopback
 
-__all__ = [
-    "HANDSHAKE_SECONDS",
-    "LOOK_SECONDS",
-    "MOST_HANDSHAKES",
-    "Listener",
-]
-
 HANDSHAKE_SECONDS = 10.0
 # Handshakes at once: a whole job's workers connect together. When there are more, the
 # oldest is closed: a worker's handshake takes milliseconds.

@@ -11,8 +11,6 @@ from kerasdist.errors import ProtocolError
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["MOST_WAITING", "Mailboxes"]
-
 MOST_WAITING = 4096
 
 _Key = tuple[str, str, int]

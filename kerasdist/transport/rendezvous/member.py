@@ -10,8 +10,6 @@ from typing import Any
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import Peer
 
-__all__ = ["Member", "host_key"]
-
 
 def host_key() -> str:
     """Return a text that is equal on two workers if they can share memory.

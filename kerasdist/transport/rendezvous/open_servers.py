@@ -22,8 +22,6 @@ from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.probe import look_up
 
-__all__ = ["narrow", "report_unprotected", "require_word"]
-
 _WORD = "KERASDIST_ALLOW_OPEN_SERVERS"
 _DESCRIPTORS = "/dev/fd"
 _LOOK_UP_SECONDS = 10.0

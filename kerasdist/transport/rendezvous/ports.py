@@ -5,8 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-__all__ = ["on_free_port"]
-
 _ATTEMPTS = 20
 
 

@@ -13,8 +13,6 @@ import threading
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["look_up", "why_unreachable"]
-
 _REASONS = {
     errno.ECONNREFUSED: "connection refused: nothing listens there",
     errno.EHOSTUNREACH: "no route to host: it is down, or a firewall rejects us",

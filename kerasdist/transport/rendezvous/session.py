@@ -28,8 +28,6 @@ from kerasdist.transport.rendezvous.startup import Arrival, gather, report
 from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.tls.protection import checked_secret
 
-__all__ = ["Member", "Session", "host_key"]
-
 
 class Session:
     """All workers of one strategy, connected.

@@ -37,8 +37,6 @@ from kerasdist.transport.rendezvous.waiting_notice import (
 )
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
-__all__ = ["Arrival", "gather", "missing_error", "report"]
-
 # Seconds that the others wait longer than the chief, to get the chief's reasons.
 _GRACE_SECONDS = 8.0
 _MOST_PROBES = 256

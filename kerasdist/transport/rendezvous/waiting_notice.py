@@ -22,16 +22,6 @@ from kerasdist.transport.log.background_log import log
 from kerasdist.transport.log.default_handler import LOGGER, rewrites_lines
 from kerasdist.transport.rendezvous.probe import why_unreachable
 
-__all__ = [
-    "AGAIN_SECONDS",
-    "FIRST_SECONDS",
-    "REWRITE_SECONDS",
-    "Absent",
-    "Sight",
-    "WaitingNotice",
-    "ranks_in_words",
-]
-
 FIRST_SECONDS = 10.0
 AGAIN_SECONDS = 10.0
 REWRITE_SECONDS = 1.0

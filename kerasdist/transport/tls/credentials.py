@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from kerasdist.errors import ClusterError
 from kerasdist.transport.tls.reasons import why_not_verified
 
-__all__ = ["VARIABLE", "Credentials", "tls_fault"]
-
 VARIABLE = "KERASDIST_TLS"
 _EXPECTED = (
     'Expected "certificate,key,ca": three files in PEM format, which exist on each '

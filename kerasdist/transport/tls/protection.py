@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from kerasdist.transport.tls.credentials import Credentials
 from kerasdist.transport.wire.secret import job_secret
 
-__all__ = ["checked_secret"]
-
 
 def checked_secret(addresses: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Check the job's secret and this task's certificates; return the secret.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ssl
 
-__all__ = ["why_not_verified", "why_refused"]
-
 # Of OpenSSL's `X509_V_ERR_...`.
 _VERIFICATIONS = {
     9: "isn't valid yet (is a clock wrong?)",

@@ -27,8 +27,6 @@ from typing import Any, TypeVar
 
 from kerasdist.transport.forks import close_in_children
 
-__all__ = ["TlsSocket", "binding_of", "holds_bytes", "wrap"]
-
 _Result = TypeVar("_Result")
 
 _RECORD_BYTES = 1 << 14

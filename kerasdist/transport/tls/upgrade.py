@@ -25,8 +25,6 @@ from kerasdist.transport.wire.framing import MAGIC, FrameType, pack_header
 from kerasdist.transport.wire.handshake import NEEDS_TLS
 from kerasdist.transport.wire.messages import write_frame
 
-__all__ = ["accept_tls", "connect_tls", "wrap_accepted", "wrap_dialed"]
-
 _ACCEPTED = b"\x01"
 _MOST_DRAINED = 16
 # What OpenSSL says when the other side's bytes aren't TLS.

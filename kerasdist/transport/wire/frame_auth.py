@@ -15,8 +15,6 @@ import hmac
 
 from kerasdist.errors import ProtocolError
 
-__all__ = ["TAG_BYTES", "FrameAuthenticator"]
-
 TAG_BYTES = 16
 
 

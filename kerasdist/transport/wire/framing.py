@@ -33,20 +33,6 @@ import struct
 
 from kerasdist.errors import ProtocolError
 
-__all__ = [
-    "DTYPES",
-    "HEADER_BYTES",
-    "KINDS",
-    "MAX_CONTROL",
-    "OPS",
-    "VERSION",
-    "Call",
-    "FrameType",
-    "pack_header",
-    "unexpected",
-    "unpack_header",
-]
-
 MAGIC = b"KDST"
 VERSION = 6
 MAX_CONTROL = 1 << 20

@@ -52,8 +52,6 @@ from kerasdist.transport.wire.frame_auth import FrameAuthenticator
 from kerasdist.transport.wire.framing import VERSION, FrameType
 from kerasdist.transport.wire.messages import read_frame, to_json, write_frame
 
-__all__ = ["NEEDS_TLS", "authenticate_as_client", "receive"]
-
 # The payload of a REFUSAL by a side that uses TLS.
 NEEDS_TLS = b"tls"
 

@@ -21,14 +21,6 @@ from kerasdist.transport.wire.framing import (
     unpack_header,
 )
 
-__all__ = [
-    "read_exactly",
-    "read_frame",
-    "read_header",
-    "to_json",
-    "write_frame",
-]
-
 
 def write_frame(
     sock: socket.socket, frame: FrameType, payload: bytes, deadline: Deadline

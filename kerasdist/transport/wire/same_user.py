@@ -11,8 +11,6 @@ import select
 import socket
 import struct
 
-__all__ = ["why_not_same_user"]
-
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _MOMENT_MILLISECONDS = 50
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
 
-__all__ = ["is_loopback", "job_secret", "secret_fault"]
-
 # A process that listens at an address of the job, or reads the network's traffic, can
 # try guesses against a proof for as long as it likes.
 _LEAST_BYTES = 16

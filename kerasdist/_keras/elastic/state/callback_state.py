@@ -12,16 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "adopt",
-    "arrays_of",
-    "changed",
-    "numbers_of",
-    "numbers_of_one",
-    "plain",
-    "unfit",
-]
-
 # Attributes of callbacks that aren't numbers of the training.
 _OWN = frozenset({"model", "params", "validation_data", "_model", "_params"})
 _NOT_PLAIN = object()

@@ -24,8 +24,6 @@ from kerasdist._keras.data.pydataset import ItemsInOrder, discard_read
 from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.protocols import KerasHooks
 
-__all__ = ["DataPlace"]
-
 
 class DataPlace:
     """The place in the training data of the present call of `fit`.

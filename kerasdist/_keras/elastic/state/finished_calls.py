@@ -22,14 +22,6 @@ from kerasdist._keras.elastic.state import callback_state
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.errors import ClusterError
 
-__all__ = [
-    "FinishedCalls",
-    "calls_of",
-    "fits_of",
-    "refuse_newcomer",
-    "result_of_fit",
-]
-
 _POLL_SECONDS = 0.2
 # Questions without an answer until the job has ended.
 _MOST_SILENT = 10

@@ -18,7 +18,6 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.elastic.state import callback_state
-from kerasdist._keras.elastic.state.callback_state import arrays_of
 from kerasdist._keras.elastic.state.data_place import DataPlace
 from kerasdist._keras.elastic.state.finished_calls import fits_of
 from kerasdist._keras.optimizer.learning_rate import (
@@ -29,16 +28,6 @@ from kerasdist._keras.optimizer.learning_rate import (
     set_base_rate,
 )
 from kerasdist._keras.protocols import KerasHooks
-
-__all__ = [
-    "apply",
-    "apply_finished",
-    "arrays_of",
-    "begin",
-    "collect",
-    "leave_out_epochs",
-    "objection",
-]
 
 
 def begin(callbacks: Sequence[Any]) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.output import LineTagger, OutputPump, WholeLines
 
-__all__ = ["ChiefOutput", "RoleLines"]
-
 _MOST_KEPT = 64 * 1024
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from kerasdist.cluster.grace import grace_seconds
 from kerasdist.errors import ClusterError
 
-__all__ = ["WITH_VALUE", "ElasticOptions", "add_options", "read_options"]
-
 WITH_VALUE = ("--min-workers", "--max-workers", "--restarts")
 
 

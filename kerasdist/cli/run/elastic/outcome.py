@@ -26,8 +26,6 @@ from kerasdist.cli.run.spawn import Started
 from kerasdist.transport.liveness.ended_tasks import EndedTaskList
 from kerasdist.transport.liveness.launcher_pipe import Members, Notice, Report
 
-__all__ = ["ElasticOutcome"]
-
 
 class ElasticOutcome(JobOutcome):
     """The facts about an elastic job's end, and the decisions that follow from them.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kerasdist.cli.run.spawn import Started
 
-__all__ = ["FIRST_PAUSE", "Restarts"]
-
 FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 60.0
 

@@ -16,8 +16,6 @@ import sys
 from kerasdist.cli import main
 from kerasdist.cli.run.processes import ENDING_SIGNALS
 
-__all__ = ["run"]
-
 _PR_SET_PDEATHSIG = 1
 
 

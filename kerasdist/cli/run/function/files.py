@@ -19,8 +19,6 @@ from kerasdist.transport.liveness.launcher_pipe import (
     descriptor_named,
 )
 
-__all__ = ["FunctionFiles"]
-
 # The caller reads all the time, unless it is stopped.
 _SEND_SECONDS = 60.0
 

@@ -8,8 +8,6 @@ from kerasdist.cli.run.exits import in_words
 from kerasdist.cli.run.function.files import FunctionFiles
 from kerasdist.cli.run.spawn import Started
 
-__all__ = ["send_outcome"]
-
 
 def send_outcome(
     files: FunctionFiles, tasks: Sequence[Started], first: Started | None

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from kerasdist.cli.run.gpus.find import VARIABLE
 from kerasdist.placement.sizes import counted
 
-__all__ = ["Division", "divide", "in_words"]
-
 # What CUDA reads as no GPU.
 _NONE = "-1"
 

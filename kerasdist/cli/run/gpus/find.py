@@ -11,8 +11,6 @@ import re
 import subprocess
 from collections.abc import Mapping
 
-__all__ = ["VARIABLE", "find_gpus"]
-
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 # Seconds. Without the persistence daemon the driver is loaded for each call.
 _SECONDS = 30.0

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.gpus.division import Division, divide, in_words
 
-__all__ = ["divide_all", "is_divided"]
-
 
 def is_divided(option: str) -> bool:
     """Return whether a value of `--gpus` needs the hosts' GPUs to be found."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 
-__all__ = ["WITH_VALUE", "add_options", "check_option"]
-
 WITH_VALUE = ("--gpus",)
 
 

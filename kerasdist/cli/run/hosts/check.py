@@ -20,17 +20,6 @@ from kerasdist.cli.run.hosts.places import Host, Place, assign
 from kerasdist.cli.run.hosts.reach import Reach, program_text
 from kerasdist.cli.run.hosts.tasks import TasksOnHosts
 
-__all__ = [
-    "ANSWER_SECONDS",
-    "HostProbe",
-    "HostsError",
-    "asking",
-    "await_answers",
-    "differences",
-    "faults_of",
-    "on_hosts",
-]
-
 # Seconds until all hosts must have answered; ssh gives up a connection earlier.
 ANSWER_SECONDS = 60.0
 _END_SECONDS = 2.0

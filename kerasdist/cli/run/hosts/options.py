@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from kerasdist.cli.run.hosts.places import Host, parse_hostfile, parse_hosts
 
-__all__ = ["WITH_VALUE", "HostOptions", "add_options", "read_options"]
-
 WITH_VALUE = ("-H", "--hosts", "--hostfile", "--ssh", "--python", "-x")
 
 

@@ -8,8 +8,6 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["Host", "Place", "assign", "parse_hostfile", "parse_hosts"]
-
 # "name", "user@name", "name:slots", "[address]:slots".
 _HOST = re.compile(
     r"(?:(?P<user>[^@\s:,]+)@)?"

@@ -11,8 +11,6 @@ from pathlib import Path
 from kerasdist.cli.run.hosts.places import Host
 from kerasdist.cluster.this_host import is_this_host
 
-__all__ = ["MOST_SHARED", "Reach", "is_here", "program_text"]
-
 # Programs by one connection besides the first: sshd's MaxSessions is 10 by default.
 MOST_SHARED = 9
 

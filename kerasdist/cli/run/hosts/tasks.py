@@ -11,8 +11,6 @@ from kerasdist.cli.run.hosts import agent, client
 from kerasdist.cli.run.hosts.places import Place
 from kerasdist.cli.run.hosts.reach import MOST_SHARED, Reach, program_text
 
-__all__ = ["TasksOnHosts"]
-
 # Of the launcher's environment, what tasks on other hosts get, besides `-x`.
 _PREFIXES = (
     *("KERASDIST_", "KERAS_", "TF_", "XLA_", "OMP_", "NCCL_", "MKL_", "OPENBLAS_"),

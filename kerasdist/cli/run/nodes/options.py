@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from kerasdist.cluster.address import address_fault
 
-__all__ = ["WITH_VALUE", "NodeOptions", "add_options", "read_options"]
-
 WITH_VALUE = (
     *("--nnodes", "--node-rank", "--node_rank", "--rendezvous", "--rdzv-endpoint"),
     *("--rdzv_endpoint", "--secret-file", "--start-timeout"),

@@ -40,8 +40,6 @@ from kerasdist.transport.rendezvous.waiting_notice import (
 )
 from kerasdist.transport.wire.framing import FrameType
 
-__all__ = ["LocalPart", "RendezvousError", "meeting"]
-
 _SESSION, _PURPOSE = "kerasdist run", "node"
 # Seconds between two attempts.
 _AGAIN_SECONDS = 0.5

@@ -23,8 +23,6 @@ from kerasdist.cli.run.output import OutputPump
 from kerasdist.cli.run.quiet.start_up_lines import StartUpLines
 from kerasdist.transport.liveness.launcher_stderr import stderr_environ
 
-__all__ = ["ChiefErrors"]
-
 _WINDOW_BYTES = 8
 
 

@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from kerasdist.cli.run.output import Lines
 
-__all__ = ["QuietLines", "StartUpLines"]
-
 # "I0000 00:00:1795460946.405285    7881 ", "2025-01-01 12:00:00.123: I tensorflow/"
 # and more of a path.
 _BEGIN = (

@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["cores_in_order", "shares", "thread_variables"]
-
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
 
 

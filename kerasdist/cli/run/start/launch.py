@@ -31,8 +31,6 @@ from kerasdist.cli.run.start.cores import cores_in_order, shares
 from kerasdist.cli.run.supervisor import JobSupervisor
 from kerasdist.transport.log import background_log
 
-__all__ = ["launch"]
-
 # With less of it free, a disk is full: files take it in blocks.
 _FULL_BYTES = 4096
 

@@ -11,8 +11,6 @@ import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-__all__ = ["check_command"]
-
 # An interpreter's name, which other launchers want before the script.
 _PYTHON = re.compile(r"python(\d(\.\d+)?)?")
 

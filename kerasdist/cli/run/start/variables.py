@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kerasdist.cli.run.job import JobSpec, Task
 
-__all__ = ["RANK_VARIABLES", "place_variables"]
-
 # As other launchers (torchrun) name them. Strategies don't read them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 

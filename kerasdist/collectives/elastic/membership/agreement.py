@@ -47,8 +47,6 @@ from kerasdist.transport.membership.events import (
 from kerasdist.transport.membership.machine import Machine
 from kerasdist.transport.membership.messages import Join, Message
 
-__all__ = ["Agreement", "Follower"]
-
 _TICK_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
 # Seconds between two looks for an absent process while the others train: the first two

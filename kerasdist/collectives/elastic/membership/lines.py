@@ -38,8 +38,6 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire.framing import FrameType, unexpected
 from kerasdist.transport.wire.messages import to_json
 
-__all__ = ["Answer", "Contact", "Left", "Lines"]
-
 _PURPOSE = "membership"
 # Seconds until a message counts as lost, and a member as out of contact. A handshake
 # takes milliseconds, and a busy machine may take a second for one.

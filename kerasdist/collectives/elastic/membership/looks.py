@@ -13,8 +13,6 @@ from kerasdist.collectives.elastic.membership.lines import Contact, Lines
 from kerasdist.collectives.elastic.membership.survey import survey
 from kerasdist.transport.membership.epochs import Member
 
-__all__ = ["ALL", "LOSSES", "PROOF", "Looks"]
-
 ALL = frozenset(Contact)
 # The answers that show a loss.
 LOSSES = frozenset({Contact.DEAD, Contact.SILENT})

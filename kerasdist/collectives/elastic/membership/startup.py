@@ -35,8 +35,6 @@ from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.rendezvous.startup import missing_error
 from kerasdist.transport.timeouts import Timeouts
 
-__all__ = ["Startup"]
-
 # Members that one of them looks for at a time.
 _MOST_LOOKS = 16
 # Looks per second, of all members at the first one.

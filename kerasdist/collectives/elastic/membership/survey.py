@@ -21,8 +21,6 @@ from kerasdist.collectives.elastic.membership.lines import Answer, Left, Lines
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport.deadline import Deadline
 
-__all__ = ["Survey", "survey"]
-
 # Tasks that are asked at once; the others are asked only if none of these answers.
 _MOST_QUESTIONS = 16
 # Times that a task is asked.

@@ -16,8 +16,6 @@ from kerasdist.strategies.chief_data.comparison.fingerprint import (
 )
 from kerasdist.strategies.chief_data.encoding import Encoded, encode
 
-__all__ = ["Batch", "Content", "batch_of"]
-
 
 @dataclass(frozen=True)
 class Batch:

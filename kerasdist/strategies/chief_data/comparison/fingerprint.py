@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from kerasdist.strategies.chief_data.encoding import Encoded
 
-__all__ = ["Hashes", "digest_of", "hash_text", "row_hashes"]
-
 Array = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
 

@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 from kerasdist.strategies.chief_data.comparison.fingerprint import Hashes
 
-__all__ = ["Sample", "Seen", "are_alike", "is_telling", "sample_rows"]
-
 # How many rows of a worker are looked up in the others' data.
 _LOOKED_UP = 4096
 # The smallest part of a worker's rows that must be found; more if rows repeat.

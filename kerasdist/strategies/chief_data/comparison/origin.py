@@ -29,8 +29,6 @@ from kerasdist.strategies.chief_data.comparison.fingerprint import (
 )
 from kerasdist.strategies.chief_data.encoding import encode
 
-__all__ = ["ITS_OWN", "Origin", "of_dataset", "of_generator", "of_object"]
-
 # Longer lists aren't inspected.
 _MOST_ITEMS = 2_000_000
 _DEPTH = 2
