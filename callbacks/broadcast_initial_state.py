@@ -6,9 +6,8 @@ import operator
 from typing import Any
 
 from kerasdist._keras.protocols import KerasHooks, hooks_of
-from kerasdist._keras.training.job_callback import JobCallback
-from kerasdist._keras.training.state import take_epoch
-from kerasdist.placement.sizes import human_bytes
+from kerasdist._keras.training.state import JobCallback, take_epoch
+from kerasdist.placement.advice import human_bytes
 from kerasdist.transport.log import status
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from kerasdist import _keras
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.optimizer import learning_rate
-from kerasdist._keras.optimizer.global_step import steps_of
+from kerasdist._keras.optimizer.learning_rate import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of
-from kerasdist._keras.training.job_callback import JobCallback
+from kerasdist._keras.training.state import JobCallback
 from kerasdist.transport.log import status
 
 RULES = ("linear", "sqrt", "none")

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from hosts import Hosts
-from kerasdist.transport.shared_memory import SEGMENT_NAME
+from kerasdist.transport.memory import SEGMENT_NAME
 from pace import bound, calibrate, slowness
 from workers import WARM
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import kerasdist
 from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.strategies.measure.sampling import rows_for
+from kerasdist.strategies.measure.step_clock import rows_for
 
 # Ways to take a block of steps, and how long a block is.
 WITHOUT, COUNTED, ROW, MEASURED = "without", "counted", "row", "measured"

@@ -23,18 +23,20 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 
 from common import Report, arguments, human_bytes, median, table
 from kerasdist.transport.membership.encoding import decode, encode
-from kerasdist.transport.membership.epochs import Member, Progress, first_decision
 from kerasdist.transport.membership.events import (
     Apply,
     Dead,
     Event,
     Finished,
     Install,
+    Member,
+    Message,
+    Progress,
     Received,
     Send,
+    first_decision,
 )
 from kerasdist.transport.membership.machine import Machine
-from kerasdist.transport.membership.messages import Message
 
 _MOST_SECONDS = 1.0
 

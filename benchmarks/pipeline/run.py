@@ -32,7 +32,7 @@ from common import (
 )
 
 sys.path.insert(0, str(ROOT))
-from kerasdist.placement.schedule import Pipeline
+from kerasdist.placement.micro_batch_order import Pipeline
 
 PLAYER = str(HERE / "player.py")
 STAGES = ("CPU:0 of rank 0", "CPU:0 of rank 1")

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kerasdist.callbacks.scaling.metrics import Figures
-from kerasdist.placement.sizes import human_bytes
+from kerasdist.placement.advice import human_bytes
 
 # A limit that costs a smaller part of the step isn't worth a change.
 LEAST = 0.15

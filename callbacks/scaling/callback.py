@@ -26,19 +26,21 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist._keras.data.epoch_iterators import fits_arrays
-from kerasdist._keras.training.job_callback import JobCallback
-from kerasdist.callbacks.scaling import charts, report
-from kerasdist.callbacks.scaling.baseline import Baseline
+from kerasdist._keras.training.state import JobCallback
+from kerasdist.callbacks.scaling import report, summaries
 from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
-from kerasdist.callbacks.scaling.elastic_view import ElasticView
-from kerasdist.callbacks.scaling.events import Events
-from kerasdist.callbacks.scaling.job_view import JobView
+from kerasdist.callbacks.scaling.job_view import (
+    Baseline,
+    ElasticView,
+    Events,
+    JobView,
+    Windows,
+)
 from kerasdist.callbacks.scaling.metrics import Figures, combine
 from kerasdist.callbacks.scaling.summaries import Summaries
-from kerasdist.callbacks.scaling.windows import Windows
+from kerasdist.strategies.measure.communication import StepTimes, gather
 from kerasdist.strategies.measure.link_speed import link_speed
 from kerasdist.strategies.measure.stages import StageTimes
-from kerasdist.strategies.measure.step_times import StepTimes, gather
 from kerasdist.transport.log import status
 
 # After this many calls one worker's speed is measured: the first call traces.
@@ -428,10 +430,12 @@ class ScalingTensorBoard(JobCallback):
         for lag, count in reads.items():
             self._staleness[lag] = self._staleness.get(lag, 0) + count
         self._steps = self._job.steps_taken()
-        numbers = {} if figures is None else charts.scalars(figures, self._job.rate())
+        numbers = (
+            {} if figures is None else summaries.scalars(figures, self._job.rate())
+        )
         if self._changes is not None:
             numbers["job/goodput_percent"] = self._changes.goodput_percent()
-        self._put(numbers, {charts.STALENESS: reads} if reads else {})
+        self._put(numbers, {summaries.STALENESS: reads} if reads else {})
 
     def _put(
         self,
@@ -443,7 +447,7 @@ class ScalingTensorBoard(JobCallback):
             return
         words = dict(texts or {})
         if events := self._events.take():
-            words[charts.EVENTS] = events
+            words[summaries.EVENTS] = events
         if self._summaries is not None and (numbers or histograms or words):
             self._summaries.write(self._steps, numbers, words, histograms)
             self._summaries.flush()
@@ -482,7 +486,7 @@ class ScalingTensorBoard(JobCallback):
         words = {}
         if self.figures is not None:
             self.verdict = judge(self.figures)
-            words[charts.VERDICT] = report.to_markdown(self.figures, self.verdict)
+            words[summaries.VERDICT] = report.to_markdown(self.figures, self.verdict)
             if self._verbose:
                 text = report.to_text(self.figures, self.verdict)
                 status.info("%s", text)

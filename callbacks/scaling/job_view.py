@@ -2,16 +2,325 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import keras
+import numpy as np
 
-from kerasdist._keras.optimizer.global_step import steps_of
-from kerasdist._keras.optimizer.learning_rate import leaves_of
-from kerasdist._keras.protocols import dynamic_hooks, hooks_of, stage_clock_of, timer_of
+from kerasdist._keras.optimizer.learning_rate import leaves_of, steps_of
+from kerasdist._keras.protocols import (
+    ElasticHooks,
+    dynamic_hooks,
+    hooks_of,
+    stage_clock_of,
+    timer_of,
+)
+from kerasdist.callbacks.scaling.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
+from kerasdist.collectives.elastic.communicator import Change
+from kerasdist.strategies.calibration import Alone, measure_alone
+from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
+
+# The baseline of scaling: the examples per second of one worker.
+
+
+class Baseline:
+    """The baseline of one `fit`: given, or measured in it.
+
+    Args:
+        given: Examples per second, or None.
+        calibrate: Whether to measure it.
+
+    Attributes:
+        missing: Whether it's still to be measured.
+    """
+
+    def __init__(self, given: float | None, calibrate: bool) -> None:
+        self._given = given
+        self._calibrate = calibrate
+        self._alone: Alone | None = None
+        self.missing = calibrate
+
+    @staticmethod
+    def faults(given: Any, calibrate: Any) -> list[str]:
+        """Return the faults of a user's arguments."""
+        found = []
+        if given is not None and not (
+            isinstance(given, Real)
+            and not isinstance(given, bool)
+            and 0 < float(given) < math.inf
+        ):
+            found.append(
+                "`baseline` must be a positive number of examples per second. "
+                f"Received: baseline={given!r}."
+            )
+        if not isinstance(calibrate, bool):
+            found.append(
+                f"`calibrate` must be True or False. Received: calibrate={calibrate!r}."
+            )
+        elif given is not None and calibrate:
+            found.append(
+                "`baseline` is given, or measured with `calibrate`, but not both. "
+                f"Received: baseline={given!r}, calibrate={calibrate!r}."
+            )
+        return found
+
+    def agree(self, communicator: Communicator) -> None:
+        """Take over from the chief whether it's missing: others may have joined later.
+
+        All workers call it; all of them were given `calibrate`.
+        """
+        if self._calibrate:
+            (missing,) = communicator.broadcast([np.int64(self.missing)])
+            self.missing = bool(missing)
+
+    def state(self) -> list[Any]:
+        """Return, as JSON, whether it's missing, and what was measured."""
+        alone = self._alone
+        return [self.missing, None if alone is None else dataclasses.asdict(alone)]
+
+    def adopt(self, state: list[Any]) -> None:
+        """Take over another worker's state."""
+        self.missing, alone = state
+        self._alone = None if alone is None else Alone(**alone)
+
+    def measure(self, model: Any) -> str:
+        """Measure it; all workers call it, in a `fit` that has taken a measured step.
+
+        Returns:
+            The result, in words.
+        """
+        self.missing = False
+        found = measure_alone(model)
+        if isinstance(found, str):
+            return (
+                f"The speed of one worker can't be measured here ({found}): give "
+                "`baseline=`."
+            )
+        self._alone = found
+        unit = "worker alone" if found.worker else "device with the whole model"
+        return (
+            f"One {unit} takes {in_seconds(found.seconds)} for a step on "
+            f"{found.rows:,} samples, all zeros."
+        )
+
+    def speed(self, times: Sequence[StepTimes]) -> float | None:
+        """Return the examples per second of one worker; None if they aren't known.
+
+        Args:
+            times: The measurements of all workers. The time between two steps is added
+                to the baseline: one worker would need it, too.
+        """
+        steps = sum(one.steps for one in times)
+        if self._alone is None or not steps:
+            return self._given
+        outside = sum(one.outside for one in times) / steps
+        return self._alone.rows / (self._alone.seconds + outside)
+
+
+# The lengths of windows of steps, in calls, which all workers know.
+#
+# A call is Keras's call of the train function: one step, or `steps_per_execution`.
+
+# Calls of the first window with "auto", and the fewest of any other.
+_FIRST = 10
+# A window lasts at least this many times as long as writing it; otherwise at most
+# these seconds.
+_TIMES_COST = 500
+_MOST_SECONDS = 5.0
+# While a job is young its windows are a part of its age: there is something to see.
+_PART_OF_AGE = 20
+_NEVER = 1 << 62
+
+
+class Windows:
+    """The windows of one `fit`: the length of the present one, and its calls so far.
+
+    Lengths only depend on numbers that the chief sends to all workers at the end of a
+    window, so that the next one ends at the same step everywhere.
+
+    Args:
+        update_freq: Steps of a window; "epoch": the caller ends it; or "auto".
+        steps_per_call: The number of steps of a call.
+        now: A clock, in seconds.
+
+    Attributes:
+        calls: The number of calls in this window so far.
+    """
+
+    def __init__(
+        self,
+        update_freq: int | str,
+        steps_per_call: int = 1,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.calls = 0
+        self._update_freq = update_freq
+        self._steps_per_call = steps_per_call
+        self._now = now
+        self._began = now()
+        self._cost = 0.0
+        self._length = self._usual()
+
+    @property
+    def left(self) -> int:
+        """The number of calls that remain in this window."""
+        return max(self._length - self.calls, 0)
+
+    def state(self) -> list[float]:
+        """Return this worker's calls, a window's cost and age in seconds."""
+        return [float(self.calls), self._cost, self._now() - self._began]
+
+    def begin(self, times: StepTimes, state: Sequence[float]) -> None:
+        """Begin the next window.
+
+        Args:
+            times: The chief's times of the window that has ended.
+            state: The chief's `state` at its end.
+        """
+        self.calls = 0
+        calls, cost, age = state
+        if self._update_freq != "auto" or not calls or not times.seconds:
+            self._length = self._usual()
+            return
+        seconds = min(_MOST_SECONDS, age / _PART_OF_AGE)
+        seconds = max(seconds, _TIMES_COST * cost)
+        # Of the steps that were counted, without those that were traced.
+        per_call = times.seconds / max(times.steps / self._steps_per_call, 1.0)
+        self._length = max(_FIRST, round(seconds / per_call))
+
+    def cost(self, seconds: float) -> None:
+        """Note the duration of a window's end; an outlier is soon forgotten."""
+        self._cost = max(self._cost / 2, seconds)
+
+    def _usual(self) -> int:
+        if isinstance(self._update_freq, int):
+            return max(1, self._update_freq // self._steps_per_call)
+        return _FIRST if self._update_freq == "auto" else _NEVER
+
+
+# The changes of a job's workers, and the time that they have cost.
+
+
+class ElasticView:
+    """The changes of the workers during one `fit`.
+
+    Args:
+        elastic: The changes.
+        clock: Measures this worker's steps.
+
+    Attributes:
+        writable: Whether this worker can write the figures, as far as it knows.
+    """
+
+    def __init__(self, elastic: ElasticHooks, clock: Any) -> None:
+        self.writable = True
+        self._elastic = elastic
+        self._clock = clock
+        self._began = time.monotonic()
+        self._lost = clock.lost
+        self._pauses = 0.0
+        self._epoch = elastic.epoch
+        self._seen = len(elastic.changes)
+
+    @classmethod
+    def of(cls, model: Any, clock: Any) -> ElasticView | None:
+        """Return the view for a model; None if its workers stay the same."""
+        hooks = hooks_of(model.distribute_strategy)
+        if hooks is None or hooks.elastic is None:
+            return None
+        return cls(hooks.elastic, clock)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the workers have changed since `take`; alike on all of them."""
+        return self._elastic.epoch != self._epoch
+
+    def take(self) -> list[Change]:
+        """Return the changes since the last call."""
+        self._epoch = self._elastic.epoch
+        new = list(self._elastic.changes[self._seen :])
+        self._seen += len(new)
+        self._pauses += sum(change.seconds for change in new)
+        return new
+
+    def state(self) -> list[float]:
+        """Return the seconds so far, those of pauses, and those of repeated steps."""
+        lost = self._clock.lost - self._lost
+        return [time.monotonic() - self._began, self._pauses, lost]
+
+    def adopt(self, state: list[float]) -> None:
+        """Continue from another worker's state, before the first step here."""
+        seconds, self._pauses, lost = state
+        self._began, self._lost = time.monotonic() - seconds, self._clock.lost - lost
+
+    def goodput_percent(self) -> float:
+        """Return the useful part of the time so far.
+
+        Pauses, and steps that were begun again, aren't useful.
+        """
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        lost = self._pauses + self._clock.lost - self._lost
+        return 100 * max(0.0, 1.0 - lost / seconds)
+
+
+# The events of a job while it is measured, in words.
+
+_WHAT = {"lost": "was lost", "joined": "joined"}
+
+
+class Events:
+    """Events that haven't been written yet.
+
+    Args:
+        known: Events of the strategy that are older than this object.
+    """
+
+    def __init__(self, known: Sequence[Any] = ()) -> None:
+        self._known = len(known)
+        self._ranks: tuple[int, ...] | None = None
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> None:
+        """Add an event."""
+        self._texts.append(text)
+
+    def note_workers(self, events: Sequence[Any], ranks: tuple[int, ...]) -> None:
+        """Add an event for each worker that joined or was lost.
+
+        Args:
+            events: All events of the strategy.
+            ranks: The ranks that train now.
+        """
+        for event in events[self._known :]:
+            why = f": {event.reason}" if event.reason else ""
+            self.add(
+                f"rank {event.rank} ({event.address}) "
+                f"{_WHAT.get(event.kind, event.kind)} at its step {event.clock}{why}"
+            )
+        self._known = len(events)
+        if self._ranks not in (None, ranks):
+            workers = "worker trains" if len(ranks) == 1 else "workers train"
+            self.add(
+                f"{len(ranks)} {workers} from here on: "
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            )
+        self._ranks = ranks
+
+    def take(self) -> str:
+        """Return the events since the last call, as markdown; "" if there are none."""
+        text = "\n".join(f"- {one}" for one in self._texts)
+        self._texts = []
+        return text
+
 
 # Reads that are staler are counted as this.
 _STALEST = 63

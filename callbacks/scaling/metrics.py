@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from kerasdist.strategies.measure.step_times import StepTimes
+from kerasdist.strategies.measure.communication import StepTimes
 
 PHASES = ("input", "compute", "pack", "communicate", "wait", "update", "outside")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kerasdist.callbacks.scaling.bottleneck import Verdict, in_seconds
 from kerasdist.callbacks.scaling.metrics import Figures
-from kerasdist.placement.sizes import human_bytes
+from kerasdist.placement.advice import human_bytes
 
 # More ranks aren't listed one by one.
 _MOST_RANKS = 8

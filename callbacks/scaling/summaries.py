@@ -13,12 +13,154 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto import summary_pb2
+from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as custom_scalar
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
-from kerasdist.callbacks.scaling.charts import layout, place
+from kerasdist.callbacks.scaling.metrics import Figures
+
+# The names of figures, and the layout of TensorBoard's page.
+#
+# Each figure is a scalar; the tab "Custom Scalars" shows those that belong together in
+# one chart, in the order of a user's questions: how fast is it, where does the time go,
+# which worker is slow, what is sent.
+#
+# TensorBoard gives each run a color, and all lines of a run have the same. So lines of
+# one chart are runs of their own, below the callback's (`place`):
+#
+#     scaling                 single lines: of all workers, of the whole step; texts
+#     scaling/max             the maximum of the figure beside it
+#     scaling/part_compute    a part of a step, and so on
+#     scaling/rank_0          a worker
+#     scaling/stage_0         a stage
+#
+# It has seven colors, and takes them in the order of the runs' names: the parts of a
+# step are as many, and follow each other.
+
+EVENTS = "events"
+STALENESS = "staleness/reads"
+VERDICT = "verdict"
+
+# Category, chart, and the regular expressions of the tags in it.
+CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("1. How fast", "Examples per second", (r"examples_per_second",)),
+    (
+        "1. How fast",
+        "Scaling efficiency: percent of as many single workers",
+        (r"efficiency/.*",),
+    ),
+    ("2. Where a step's time goes", "Seconds of a step", (r"step_seconds/whole",)),
+    ("2. Where a step's time goes", "Seconds of its parts", (r"step_seconds",)),
+    ("2. Where a step's time goes", "Percent of a step", (r"step_percent",)),
+    (
+        "3. Who is slow",
+        "Seconds of a step that a worker is busy",
+        (r"busy_seconds",),
+    ),
+    ("3. Who is slow", "Slowest rank", (r"straggler/rank",)),
+    ("3. Who is slow", "Its lag in seconds", (r"straggler/lag_seconds",)),
+    ("3. Who is slow", "Staleness of the weights in steps", (r"staleness/(mean|max)",)),
+    (
+        "3. Who is slow",
+        "Percent of the time that a stage is idle",
+        (r"idle_percent",),
+    ),
+    ("4. What is sent", "Bytes that a worker sends in a step", (r"bytes/per_step",)),
+    (
+        "4. What is sent",
+        "Bandwidth in bytes per second: achieved, and of the link",
+        (r"bandwidth/.*",),
+    ),
+    ("5. The job", "Learning rate", (r"job/learning_rate",)),
+    ("5. The job", "Global batch", (r"job/global_batch",)),
+    ("5. The job", "Workers", (r"job/workers",)),
+    ("5. The job", "Pauses in seconds", (r"job/pause_seconds",)),
+    ("5. The job", "Goodput: percent of the time", (r"job/goodput_percent",)),
+)
+
+
+def layout() -> layout_pb2.Layout:
+    """Return the layout of the tab "Custom Scalars"."""
+    titles = dict.fromkeys(category for category, _, _ in CHARTS)
+    return layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title=title,
+                chart=[
+                    layout_pb2.Chart(
+                        title=chart,
+                        # The whole tag: the folder may have other files.
+                        multiline=layout_pb2.MultilineChartContent(
+                            tag=[f"^{tag}$" for tag in tags]
+                        ),
+                    )
+                    for category, chart, tags in CHARTS
+                    if category == title
+                ],
+            )
+            for title in titles
+        ]
+    )
+
+
+def scalars(figures: Figures, learning_rate: float | None = None) -> dict[str, float]:
+    """Return the scalars of figures, by name."""
+    found = {"examples_per_second/all": figures.examples_per_second}
+    for rank, speed in figures.by_rank.items():
+        found[f"examples_per_second/rank_{rank}"] = speed
+    if figures.efficiency is not None:
+        found["efficiency/percent"] = 100 * figures.efficiency
+    found["step_seconds/whole"] = figures.step_seconds
+    for phase, seconds in figures.phases.items():
+        found[f"step_seconds/{phase}"] = seconds
+        found[f"step_percent/{phase}"] = 100 * figures.share(phase)
+    for rank, seconds in figures.busy.items():
+        found[f"busy_seconds/rank_{rank}"] = seconds
+    if figures.slowest is not None:
+        found["straggler/rank"] = figures.slowest
+        found["straggler/lag_seconds"] = figures.lag
+    if figures.staleness:
+        reads = sum(figures.staleness.values())
+        steps = sum(lag * count for lag, count in figures.staleness.items())
+        found["staleness/mean"] = steps / reads
+        found["staleness/max"] = max(figures.staleness)
+    for stage, idle in enumerate(figures.idle):
+        found[f"idle_percent/stage_{stage}"] = 100 * idle
+    if figures.workers > 1 or figures.bytes_per_step:
+        found["bytes/per_step"] = figures.bytes_per_step
+    if figures.workers > 1:
+        found["bandwidth/achieved"] = figures.bandwidth
+        if figures.link is not None:
+            found["bandwidth/link"] = figures.link
+    if learning_rate is not None:
+        found["job/learning_rate"] = learning_rate
+    found["job/global_batch"] = figures.global_batch
+    found["job/workers"] = figures.workers
+    return found
+
+
+def place(name: str) -> tuple[str, str]:
+    """Return the run and the tag of a figure that shares a chart with others.
+
+    Args:
+        name: As in `scalars`, `figure/line`.
+
+    Returns:
+        The run below the callback's, "" for the callback's own; and the tag.
+    """
+    figure, _, line = name.partition("/")
+    if line == "all":
+        return "", figure
+    if line.startswith(("rank_", "stage_")):
+        return line, figure
+    if figure in ("step_seconds", "step_percent") and line != "whole":
+        return f"part_{line}", figure
+    if name in ("staleness/max", "bandwidth/link"):
+        return "max", name
+    return "", name
+
 
 # A histogram has a bucket per staleness, up to this many.
 _MOST_BUCKETS = 30

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from kerasdist._keras.protocols import hooks_of, stage_clock_of, timer_of
-from kerasdist._keras.training.job_callback import JobCallback
-from kerasdist.callbacks.timeline.trace import Execution, Record, Span, trace
-from kerasdist.callbacks.timeline.xplane import xspace
+from kerasdist._keras.training.state import JobCallback
+from kerasdist.callbacks.timeline.trace import Execution, Record, Span, trace, xspace
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.clock_sync import clock_offset
 from kerasdist.strategies.measure.stages import StageClock

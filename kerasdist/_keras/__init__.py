@@ -56,7 +56,7 @@ with _explaining():
     from kerasdist._keras.data.pydataset import ItemData, close_at_end
     from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
     from kerasdist._keras.models.local_models import begin_use, end_use, local_training
-    from kerasdist._keras.optimizer.global_step import own_steps
+    from kerasdist._keras.optimizer.learning_rate import own_steps
     from kerasdist._keras.output import OnceLogger
     from kerasdist._keras.placement.layers import (
         LayerFacts,

@@ -181,13 +181,13 @@ TABLE = (
     ),
     # Layers.
     _core(
-        "training.layers.synchronized_moments",
+        "training.adoption.synchronized_moments",
         "`BatchNormalization(synchronized=True)`: one collective; gradients weighted "
         "by rows",
         f"{_NN}._compute_moments_sync(x, axes, keepdims)",
     ),
     _core(
-        "training.layers.next_seed",
+        "training.adoption.next_seed",
         "adds the replica's number to the seed: dropout differs",
         "keras.src.random.seed_generator.SeedGenerator.next(self, ...)",
     ),
@@ -224,7 +224,7 @@ TABLE = (
         f"{_MODEL}._maybe_symbolic_build(self, iterator, data_batch)",
     ),
     _placement(
-        "placement.auto_placement.plan_placement",
+        "placement.trainer.plan_placement",
         "`placement='auto'`: plans before the first step",
         f"{_MODEL}._maybe_symbolic_build(self, iterator, data_batch)",
     ),

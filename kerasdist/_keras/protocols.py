@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from kerasdist._tf.facets import facets_of
+from kerasdist._tf.marks import facets_of
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.elastic.changes import Change
+from kerasdist.collectives.elastic.communicator import Change
 
 
 class StepTimer(Protocol):
@@ -188,7 +188,7 @@ class DynamicWeightHooks(Protocol):
 
 
 class DynamicHooks(Protocol):
-    """The epochs of asynchronous workers; see `strategies.asynchronous.epochs`."""
+    """The epochs of asynchronous workers; see `strategies.asynchronous.extended`."""
 
     steps_of_all: int
 

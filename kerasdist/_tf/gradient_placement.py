@@ -25,12 +25,15 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.one_device_strategy import (
+    OneDeviceExtended as OneDeviceExtended,
+)
+from tensorflow.python.distribute.one_device_strategy import (
     _OneDeviceReplicaContext,
 )
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
-from kerasdist._tf.facets import current_facets
+from kerasdist._tf.marks import current_facets
 
 _SEPARATOR = "\0"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist._tf.facets import is_ours
+from kerasdist._tf.marks import is_ours
 from kerasdist._tf.variables import is_distributed
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib
 
-from kerasdist._tf.facets import is_ours
+from kerasdist._tf.marks import is_ours
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_utils
 
-from kerasdist._tf.facets import current_facets
+from kerasdist._tf.marks import current_facets
 
 
 def aggregate(

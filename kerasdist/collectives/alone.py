@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.elastic.changes import Change
+from kerasdist.collectives.elastic.communicator import Change
 from kerasdist.collectives.elastic.connect import name_job
 from kerasdist.collectives.elastic.leaving import LEAVE_SECONDS, SAVE_SECONDS
 from kerasdist.collectives.elastic.termination import Termination

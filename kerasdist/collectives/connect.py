@@ -11,14 +11,15 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.backends import mpi
-from kerasdist.collectives.backends.hierarchical import HierarchicalCommunicator
-from kerasdist.collectives.backends.ring import RingCommunicator
+from kerasdist.collectives.backends.ring import (
+    HierarchicalCommunicator,
+    RingCommunicator,
+)
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.transport.base import Aborted
-from kerasdist.transport.cancellation import Cancellation
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_detector import SessionSupervisor
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -26,7 +27,6 @@ from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.rendezvous.open_servers import require_word
 from kerasdist.transport.rendezvous.session import Session
 from kerasdist.transport.sockets import SocketTransport
-from kerasdist.transport.timeouts import Timeouts
 
 TRANSPORTS = ("auto", "hierarchical", "mpi", "native", "shared_memory", "tcp")
 

@@ -3,11 +3,142 @@
 from __future__ import annotations
 
 import bisect
+import mmap
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ops import Array
+
+# Buffers of results, whose memory is reused when it isn't referred to any more.
+#
+# The kernel supplies the memory of a large new array page by page, filled with zeros,
+# at the first access: that costs as much as an all-reduce inside a host. A training
+# loop drops the results of a step before the next one needs the same sizes.
+
+# Smaller arrays are made of memory that the process already has.
+_SMALLEST_BYTES = 64 << 10
+# Memory that isn't used for this many requests is freed.
+MOST_REQUESTS = 64
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+
+
+class Memory:
+    """Memory of results, and whether one of them is still in use.
+
+    An array is in use while it, or any view of it, is referred to: numpy lets every
+    view hold the array that owns the memory, whose references are counted.
+
+    Args:
+        buffer: The array that owns the memory; nothing else may refer to it.
+        used: Number of the request that it was used for last.
+    """
+
+    def __init__(self, buffer: npt.NDArray[np.uint8], used: int) -> None:
+        self.buffer = buffer
+        self.used = used
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anything refers to the buffer or a view of it."""
+        return self._references() > _UNUSED
+
+    def _references(self) -> int:
+        return sys.getrefcount(self.buffer)
+
+
+# The references to a buffer that isn't in use.
+_UNUSED = Memory(np.empty(0, np.uint8), 0)._references()
+
+
+class BufferPool:
+    """Makes arrays; keeps the memory of those that were dropped."""
+
+    def __init__(self) -> None:
+        self._entries: list[Memory] = []
+        self._requests = 0
+
+    def empty(self, elements: int, dtype: np.dtype[Any]) -> Array:
+        """Return a flat, uninitialized array that nothing else refers to."""
+        size = elements * dtype.itemsize
+        if size < _SMALLEST_BYTES:
+            return np.empty(elements, dtype)
+        self._requests += 1
+        oldest = self._requests - MOST_REQUESTS
+        found = None
+        kept = []
+        for entry in self._entries:
+            fits = entry.buffer.size == size
+            if found is None and fits and not entry.in_use:
+                found = entry
+                entry.used = self._requests
+            if entry.used > oldest:
+                kept.append(entry)
+        self._entries = kept
+        if found is None:
+            found = Memory(_allocate(size), self._requests)
+            self._entries.append(found)
+        return found.buffer.view(dtype)
+
+    def clear(self) -> None:
+        """Drop all memory; arrays in use stay valid."""
+        self._entries = []
+
+
+def _allocate(size: int) -> npt.NDArray[np.uint8]:
+    # Begins at a page: TensorFlow takes over aligned memory without copying.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if _HUGE is not None:
+        try:
+            memory.madvise(_HUGE)
+        except OSError:  # a kernel without huge pages
+            pass
+    return np.frombuffer(memory, np.uint8)
+
+
+# The sum of gradients over the workers.
+
+
+def sum_gradients(
+    communicator: Communicator,
+    gradients: Sequence[Array],
+    *,
+    there: bool = True,
+    beside: Sequence[Array] = (),
+    lend: bool = False,
+) -> list[Array]:
+    """Return the sums of gradients over the workers, and sums beside them.
+
+    Sums are computed in float32 for gradients of 16 bits.
+
+    Args:
+        communicator: Between the workers.
+        gradients: Arrays of float dtypes, the same shapes on all workers.
+        there: False for a worker that adds nothing, whatever its gradients hold.
+        beside: Arrays of any dtypes whose sums are wanted, too, from the same
+            collective: they are returned after the gradients'.
+        lend: See `Communicator.all_reduce`.
+    """
+    wide = [
+        g.astype(np.promote_types(g.dtype, np.float32), copy=False) for g in gradients
+    ]
+    sums = communicator.all_reduce(
+        [*wide, *beside],
+        scale=float(there),
+        unscaled=len(beside),
+        lend=lend,
+    )
+    found = [
+        total.astype(gradient.dtype, copy=False)
+        for total, gradient in zip(sums, gradients, strict=False)
+    ]
+    # Copies: a lent memory is used again when nothing of it is held any more.
+    return [*found, *(np.array(each) for each in sums[len(gradients) :])]
+
 
 # TensorFlow takes over memory that begins at a multiple of this without copying.
 _ALIGNMENT = 64

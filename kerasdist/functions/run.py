@@ -2,18 +2,265 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import linecache
+import mmap
 import os
+import pickle
 import signal
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from kerasdist.errors import ClusterError, FunctionError
-from kerasdist.functions.call import Call, write_call
 from kerasdist.functions.launcher import Outcome, TaskEnd, launch
-from kerasdist.functions.options import options_of
-from kerasdist.functions.results import RemoteError, read_error, read_result
+from kerasdist.functions.results import RemoteError, dump, read_error, read_result
 from kerasdist.transport.liveness.launcher_pipe import REPORT_VARIABLE
+
+# The options of `kerasdist run` for the arguments of `kerasdist.run`.
+
+_WORKER = "kerasdist.functions.worker"
+_CHOICES = {"output": ("chief", "all"), "bind": ("none", "cores")}
+
+
+def options_of(
+    n: int | None,
+    *,
+    ps: int,
+    hosts: str | Sequence[str] | None,
+    env: Mapping[str, str] | None,
+    gpus: int | str,
+    elastic: bool,
+    min_workers: int | None,
+    restarts: int | None,
+    **texts: Any,
+) -> tuple[list[str], dict[str, str]]:
+    """Return what follows `kerasdist run`, and its environment.
+
+    The launcher checks the rest: whether hosts can be parsed, for instance.
+
+    Args:
+        n: See `kerasdist.run`, also for the next ones.
+        ps: Number of servers.
+        hosts: The hosts.
+        env: Further variables.
+        gpus: The GPUs of each worker.
+        elastic: Whether the job is elastic.
+        min_workers: The smallest number of workers.
+        restarts: The number of restarts.
+        **texts: Options whose values are texts or paths; None: not given.
+
+    Raises:
+        TypeError: A value has another type.
+        ValueError: A value can't be used.
+    """
+    on_hosts = hosts is not None or texts["hostfile"] is not None
+    if not (n is None and on_hosts):
+        _check_number("n", n, 1)
+    _check_number("ps", ps, 0)
+    for name, known in _CHOICES.items():
+        if texts[name] not in known:
+            raise ValueError(
+                f"`{name}` must be one of {', '.join(map(repr, known))}. Received: "
+                f"{name}={texts[name]!r}. Expected one of these texts."
+            )
+    given: dict[str, str | None] = {
+        "n": None if n is None else str(n),
+        "ps": str(ps),
+        "hosts": _hosts(hosts),
+        "gpus": _gpus(gpus),
+        **{name: _text(name, value) for name, value in texts.items()},
+    }
+    if not isinstance(elastic, bool):
+        raise TypeError(f"`elastic` must be True or False. Received: {elastic!r}.")
+    for name, count in (("min_workers", min_workers), ("restarts", restarts)):
+        if count is not None:
+            _check_number(name, count, 0)
+            given[name] = str(count)
+    options = ["--elastic"] if elastic else []
+    for name, value in given.items():
+        if value is None:
+            continue
+        option = "-n" if name == "n" else f"--{name.replace('_', '-')}"
+        options += [option, value]
+    environ = dict(os.environ)
+    for name, text in _variables(env).items():
+        environ[name] = text
+        if on_hosts:
+            options += ["-x", name]
+    if not sys.executable:
+        raise ValueError(
+            "`kerasdist.run` starts new Pythons, but it is unknown where Python is. "
+            "Received: an empty `sys.executable`. Expected the path of Python there."
+        )
+    return [*options, "-m", _WORKER], environ
+
+
+def _check_number(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(
+            f"`{name}` must be an integer. Received: {name}={value!r}. Expected an "
+            f"integer >= {least}."
+        )
+    if value < least:
+        raise ValueError(
+            f"`{name}` must be at least {least}. Received: {name}={value!r}. Expected "
+            f"an integer >= {least}."
+        )
+
+
+def _text(name: str, value: Any) -> str | None:
+    try:
+        return None if value is None else os.fsdecode(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be a text. Received: {name}={value!r}. Expected what the "
+            f"option of `kerasdist run` takes."
+        ) from None
+
+
+def _gpus(gpus: Any) -> str:
+    if isinstance(gpus, bool) or not isinstance(gpus, int | str):
+        raise TypeError(
+            f"`gpus` must be a text or an integer. Received: gpus={gpus!r}. Expected "
+            "'auto', 'all', 'none' or a number of GPUs for each worker."
+        )
+    return str(gpus)
+
+
+def _hosts(hosts: Any) -> str | None:
+    if hosts is None or isinstance(hosts, str):
+        return hosts
+    try:
+        return ",".join(hosts)
+    except TypeError:
+        raise TypeError(
+            "`hosts` must be a text or a list of texts. Received: "
+            f'hosts={hosts!r}. Expected "a:2,b:2" or ["a:2", "b:2"].'
+        ) from None
+
+
+def _variables(env: Any) -> dict[str, str]:
+    found = dict(env or {}) if env is None or isinstance(env, Mapping) else None
+    if found is None or not all(
+        isinstance(text, str) for item in found.items() for text in item
+    ):
+        raise TypeError(
+            "`env` must be a mapping from names to texts. Received: "
+            f"env={env!r}. Expected all of them as str."
+        )
+    wrong = sorted(
+        name
+        for name, value in found.items()
+        if not name or "=" in name or "\0" in name + value
+    )
+    if wrong:
+        raise ValueError(
+            f"`env` has names or values that no environment can have. Received: "
+            f"{wrong}. Expected names without '=' and without zero bytes."
+        )
+    return found
+
+
+# The call that travels to all workers: a function, its arguments, and what they need.
+#
+# One file has two pickles. The first has plain data only: `sys.path` and the text of
+# the notebook's cells. The second, the call itself, is loaded after these are in place.
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function and its arguments."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        """Call the function."""
+        return self.function(*self.args, **self.kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Surroundings:
+    """The state of the caller's interpreter that the call needs."""
+
+    path: list[str]
+    arguments: list[str]
+    python_path: str | None
+    # By file name, of code that is in no file, or in the script's.
+    sources: dict[str, list[str]]
+
+
+def write_call(call: Call) -> IO[bytes]:
+    """Return an unnamed file with a call, for `load_call`.
+
+    Raises:
+        OSError: It can't be written.
+        Exception: The call can't be pickled; classes raise what they like.
+    """
+    path = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]
+    surroundings = _Surroundings(
+        path=path,
+        arguments=list(sys.argv),
+        python_path=os.environ.get("PYTHONPATH"),
+        sources=_sources(),
+    )
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    try:
+        pickle.dump(dataclasses.astuple(surroundings), file)
+        dump((call.function, call.args, dict(call.kwargs)), file)
+        file.flush()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _sources() -> dict[str, list[str]]:
+    """Return the lines of a notebook's cells, and of the script.
+
+    Without them tracebacks of the workers have no lines, and `tf.function` can't
+    convert Python's `if` and `while`.
+    """
+    found = {}
+    # Cells are there as files that don't exist.
+    for name, entry in list(linecache.cache.items()):
+        if len(entry) > 1 and not os.path.exists(name):
+            found[name] = list(entry[2])
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if isinstance(script, str):
+        found[script] = linecache.getlines(script)
+    return found
+
+
+def load_call(descriptor: int) -> Call:
+    """Prepare this interpreter for a call, and return it.
+
+    Args:
+        descriptor: Of the file. Others may read it at the same time.
+
+    Raises:
+        Exception: It can't be unpickled here; classes raise what they like.
+    """
+    # Processes that inherit a descriptor share its position; that of a map is its own.
+    with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as file:
+        surroundings = _Surroundings(*pickle.load(file))
+        own = [each for each in sys.path if each not in surroundings.path]
+        sys.path[:] = surroundings.path + own
+        sys.argv[:] = surroundings.arguments
+        # The caller's own, without what the launcher needs to find this package.
+        if surroundings.python_path is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = surroundings.python_path
+        for name, lines in surroundings.sources.items():
+            if not os.path.exists(name):
+                size = sum(map(len, lines))
+                linecache.cache[name] = (size, None, lines, name)
+        return Call(*pickle.load(file))
 
 
 def run(

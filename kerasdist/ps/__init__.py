@@ -8,11 +8,10 @@ from kerasdist.ps.client.client import ServerClient
 from kerasdist.ps.client.connect import connect_servers
 from kerasdist.ps.client.joining import enter
 from kerasdist.ps.client.remote_table import Change, Pulled, RemoteTable, Rows
-from kerasdist.ps.layout import Layout, Variable
+from kerasdist.ps.layout import Layout, ServerSettings, Variable
 from kerasdist.ps.membership import Event
 from kerasdist.ps.server.batch_queue import END
 from kerasdist.ps.server.server import ParameterServer
-from kerasdist.ps.settings import ServerSettings
 
 __all__ = [
     "END",

@@ -26,11 +26,11 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _keras, _tf, errors
-from kerasdist._tf.facets import facets_of
+from kerasdist._tf.marks import facets_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.placed.one_device import on_one_device
-from kerasdist.strategies.sync.data_sharing import SharingExtended
+from kerasdist.strategies.sync.data import SharingExtended
 
 _WARM_UP = 2  # calls, the first of which traces
 SECONDS = 1.0

@@ -8,14 +8,14 @@ import weakref
 from typing import Protocol
 
 from kerasdist._keras.data.cache_files import note_rank
-from kerasdist._keras.data.reading_threads import destroy_iterators
+from kerasdist._keras.data.epoch_iterators import destroy_iterators
 from kerasdist.collectives import Communicator
 from kerasdist.transport.liveness.announcements import ChiefActions
-from kerasdist.transport.liveness.final_error import (
+from kerasdist.transport.liveness.failure_protocol import (
     final_exception,
     hand_over_final_error,
 )
-from kerasdist.transport.liveness.launcher_stderr import take_stderr
+from kerasdist.transport.liveness.launcher_pipe import take_stderr
 
 
 class Closable(Protocol):

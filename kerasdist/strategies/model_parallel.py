@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist.cluster import resolve
-from kerasdist.placement.patterns import Patterns
-from kerasdist.placement.plan import Plan
-from kerasdist.placement.schedule import Pipeline
+from kerasdist.placement.micro_batch_order import Pipeline
+from kerasdist.placement.plan import Patterns, Plan
 from kerasdist.strategies.devices import (
     Limits,
     find_devices,
@@ -18,14 +17,16 @@ from kerasdist.strategies.devices import (
 )
 from kerasdist.strategies.placed.auto import AutoPlacer
 from kerasdist.strategies.placed.extended import PlacedExtended, install_hooks
-from kerasdist.strategies.placed.micro_batches import check_micro_batches
-from kerasdist.strategies.placed.placer import Placer
+from kerasdist.strategies.placed.placer import Placer, check_micro_batches
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
-from kerasdist.strategies.role.block import BlockStrategy
-from kerasdist.strategies.role.cluster_resolver import given_cluster, resolver_of
-from kerasdist.strategies.role.local_workers import local_ranks
-from kerasdist.strategies.role.mpi_processes import refuse_mpi
+from kerasdist.strategies.role.cluster_resolver import (
+    BlockStrategy,
+    given_cluster,
+    local_ranks,
+    refuse_mpi,
+    resolver_of,
+)
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task

@@ -18,9 +18,9 @@ from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.local_sums.choice import report_servers
 from kerasdist.strategies.servers.arguments import check_arguments
-from kerasdist.strategies.servers.events import EventLog
 from kerasdist.strategies.servers.serving import serve_job
 from kerasdist.strategies.servers.shared_client import (
+    EventLog,
     SharedClient,
     note_elastic,
     refuse_second,

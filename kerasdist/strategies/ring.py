@@ -30,9 +30,8 @@ from kerasdist.strategies.model_parallel import (
 from kerasdist.strategies.native import communicator as native_communicator
 from kerasdist.strategies.native.graph_ops import make_native_ops
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.placed.extended import install_hooks
-from kerasdist.strategies.placed.hybrid import HybridExtended
-from kerasdist.strategies.placed.micro_batches import check_micro_batches
+from kerasdist.strategies.placed.extended import HybridExtended, install_hooks
+from kerasdist.strategies.placed.placer import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
 from kerasdist.strategies.role.cluster_resolver import given_cluster
 from kerasdist.strategies.sync.elastic_extended import (

@@ -6,6 +6,6 @@ detected in `liveness`; `log` writes lines without blocking. Reductions are in
 `kerasdist.collectives`.
 """
 
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 __all__ = ["Timeouts"]

@@ -8,9 +8,15 @@ from types import TracebackType
 from typing import Any
 
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.frame_auth import TAG_BYTES, FrameAuthenticator
-from kerasdist.transport.wire.framing import MAX_CONTROL, FrameType, pack_header
-from kerasdist.transport.wire.messages import read_exactly, read_header, to_json
+from kerasdist.transport.wire.framing import (
+    MAX_CONTROL,
+    FrameType,
+    pack_header,
+    read_exactly,
+    read_header,
+    to_json,
+)
+from kerasdist.transport.wire.handshake import TAG_BYTES, FrameAuthenticator
 
 
 class Connection:

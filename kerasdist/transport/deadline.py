@@ -2,7 +2,99 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import socket
+import threading
 import time
+from collections.abc import Iterator
+
+# An event that also ends waits on sockets.
+
+
+class Cancellation(threading.Event):
+    """An event; when it is set, sockets that are bound to it are shut down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._bound: set[socket.socket] = set()
+
+    def set(self) -> None:
+        """Set the event for good. A thread that waits on a bound socket returns."""
+        super().set()
+        with self._lock:
+            for sock in self._bound:
+                # Not connected yet, or no more: then no thread waits on it for long.
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    @contextlib.contextmanager
+    def bound(self, sock: socket.socket) -> Iterator[None]:
+        """Let `set` shut the socket down, inside the block.
+
+        Raises:
+            ConnectionAbortedError: The event is set already.
+        """
+        with self._lock:
+            if self.is_set():
+                raise ConnectionAbortedError("it was cancelled")
+            self._bound.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._bound.discard(sock)
+
+
+# The time limits of a job's phases.
+
+# 31 years. The system's calls accept no much longer times.
+_MOST_SECONDS = 1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds that each phase may take. All finite: nothing waits for ever.
+
+    Attributes:
+        startup: Until all workers of the job are connected. Machines of a
+            cluster start minutes apart, so this is generous.
+        collective: Until all ranks have joined one collective and it is done.
+            It bounds how far workers may drift apart, e.g. while one of them
+            saves a checkpoint. A dead or frozen worker is noticed much earlier.
+        heartbeat: Silence after which a worker counts as lost. Heartbeats are
+            sent by a thread of their own, several times in this span.
+    """
+
+    startup: float = 300.0
+    collective: float = 600.0
+    heartbeat: float = 30.0
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value <= _MOST_SECONDS
+        ]
+        if faults:
+            raise ValueError(
+                "Timeouts must be finite numbers of seconds above 0, at most 1e9. "
+                f"Received: {', '.join(faults)}. Nothing may wait for ever: to wait "
+                "long, pass a large number."
+            )
+
+    @property
+    def heartbeat_interval(self) -> float:
+        """Seconds between two heartbeats: four may be lost before the time-out.
+
+        They also report the collective that each rank is in, so at least four fit into
+        the time of one collective: the late ranks are known when the time is over.
+        """
+        return min(self.heartbeat / 5.0, self.collective / 4.0)
+
 
 _MOST_MILLISECONDS = 2**31 - 1
 

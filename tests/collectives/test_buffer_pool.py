@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from kerasdist.collectives.buffer_pool import BufferPool
+from kerasdist.collectives.fused_buffer import BufferPool
 
 FLOAT = np.dtype("float32")
 LARGE = 1 << 18  # elements of 1 MB

@@ -11,8 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kerasdist.collectives.backends.hierarchical import HierarchicalCommunicator
-from kerasdist.collectives.backends.ring import RingCommunicator
+from kerasdist.collectives.backends.ring import (
+    HierarchicalCommunicator,
+    RingCommunicator,
+)
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 
 pytestmark = pytest.mark.timeout(60)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kerasdist.collectives.signature import MOST_SIGNATURES, Signatures
+from kerasdist.collectives.checked import MOST_SIGNATURES, Signatures
 
 
 def signature(arrays, signatures=None, scale=None, unscaled=0, lend=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.placement.schedule import Pipeline
+from kerasdist.placement.micro_batch_order import Pipeline
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])

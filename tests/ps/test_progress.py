@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kerasdist.ps.progress import Progress
+from kerasdist.ps.membership import Progress
 
 
 def test_through_a_message():

@@ -7,11 +7,11 @@ import math
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from kerasdist.callbacks.scaling import charts
+from kerasdist.callbacks.scaling import summaries
 
 
 class Board:
-    """What TensorBoard finds in a run and those below it, by `charts.place`."""
+    """What TensorBoard finds in a run and those below it, by `summaries.place`."""
 
     def __init__(self, folder):
         self.runs = {}
@@ -23,7 +23,7 @@ class Board:
             self.runs["" if each is folder else each.name] = accumulator
 
     def Tensors(self, name):
-        run, tag = charts.place(name)
+        run, tag = summaries.place(name)
         return self.runs[run].Tensors(tag)
 
     def Tags(self):

@@ -16,7 +16,7 @@ from typing import Any
 
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.sync.elastic_data import ElasticData
+from kerasdist.strategies.sync.elastic_extended import ElasticData
 
 __all__ = ["ElasticDouble"]
 

@@ -29,11 +29,10 @@ from kerasdist.transport.base import Peer
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
 from kerasdist.transport.log import background_log
-from kerasdist.transport.memory import Faults, memory_group
+from kerasdist.transport.memory import SEGMENT_NAME, Faults, memory_group
 from kerasdist.transport.rendezvous.session import Session
-from kerasdist.transport.shared_memory import SEGMENT_NAME
 from kerasdist.transport.sockets import SocketTransport
-from kerasdist.transport.wire.frame_auth import FrameAuthenticator
+from kerasdist.transport.wire.handshake import FrameAuthenticator
 from pace import bound
 from waiting import wait_until
 from workers import free_ports

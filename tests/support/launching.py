@@ -70,7 +70,7 @@ def hang():
 """
 HANG = "hang()\n"
 _QUICK = (
-    "from kerasdist.cli.run import frozen, supervisor as s; frozen.SECONDS = 0.1; "
+    "from kerasdist.cli.run import supervisor as s; s.FROZEN_SECONDS = 0.1; "
     "s.LET_THEM_FAIL = s.TERM_TO_KILL = s.LET_LOST_END = 0.2"
 )
 _MAIN = "import sys; from kerasdist.cli import main; sys.exit(main())"

@@ -29,33 +29,31 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from kerasdist.transport.membership.epochs import (
-    Decision,
-    Member,
-    Progress,
-    StopReason,
-    first_decision,
-    is_quorum,
-)
 from kerasdist.transport.membership.events import (
     Apply,
     Dead,
+    Decision,
     Event,
     Fetched,
     Finished,
     GiveUp,
     Install,
     Leave,
+    Member,
+    Message,
+    Progress,
     Received,
     Send,
     Silent,
     Stop,
+    StopReason,
     Suspend,
     Timeout,
     TooLate,
+    first_decision,
+    is_quorum,
 )
 from kerasdist.transport.membership.machine import Machine
-from kerasdist.transport.membership.messages import Message
 
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 

@@ -23,7 +23,7 @@ from kerasdist._keras.protocols import hooks_of
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.sync.elastic_data import ElasticData
+from kerasdist.strategies.sync.elastic_extended import ElasticData
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 

@@ -17,7 +17,7 @@ from workers import python_env
 BAD = """
 import mmap, os, socket, subprocess, sys, threading, pytest
 import conftest, hosts
-from kerasdist.transport.shared_memory import create_segment
+from kerasdist.transport.memory import create_segment
 
 conftest._GRACE = 0.1
 kept = []

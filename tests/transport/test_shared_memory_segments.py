@@ -14,7 +14,7 @@ from groups import in_threads, open_sockets, socket_mesh
 from kerasdist import errors
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
-from kerasdist.transport.shared_memory import (
+from kerasdist.transport.memory import (
     SEGMENT_NAME,
     create_memory,
     create_segment,

@@ -13,19 +13,217 @@ So a layer's cost is that of what TensorFlow would run, for any kind of layer.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
+import gc
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
-from kerasdist._keras.costs import slots
-from kerasdist._keras.costs.abstract_build import shapes_only, without_weights
+from kerasdist import _tf
 from kerasdist._keras.costs.liveness import Traced, Use, measure
 from kerasdist._keras.costs.placement_units import Units
 from kerasdist.placement.costs import LayerCost, ModelCost, TensorCost
+
+# The optimizer slots of trained weights, found by building the optimizer.
+
+# They don't touch rows without a gradient, and never make such a gradient dense.
+_ROWS_ONLY = (keras.optimizers.SGD,)
+# How many arrays of a weight's size an update has before it's done with one. One moment
+# after the other needs two, but TensorFlow's threads compute them more or less at the
+# same time: for a table of 77 MB with Adam two to four were measured.
+_UPDATE_ARRAYS = 3
+
+
+def copy_of(optimizer: Any) -> Any:
+    """Return a copy of an optimizer that has no slots of weights yet.
+
+    Args:
+        optimizer: An optimizer, its name, or None.
+
+    Returns:
+        A new optimizer; None for None.
+
+    Raises:
+        ValueError: The optimizer can't be copied.
+    """
+    if optimizer is None:
+        return None
+    try:
+        if isinstance(optimizer, str):
+            return keras.optimizers.get(optimizer)
+        return type(optimizer).from_config(optimizer.get_config())
+    except Exception as error:
+        raise ValueError(
+            "A plan needs an optimizer that can be recreated from its configuration, "
+            f"to count its slots. Received: optimizer={optimizer!r}; expected a "
+            "`keras.optimizers.Optimizer` whose `get_config` returns the arguments of "
+            "its constructor, or a name like 'adam'."
+        ) from error
+
+
+def slot_bytes(optimizer: Any, variables: Sequence[Any]) -> list[int]:
+    """Build an optimizer; return the bytes of its slots for each variable.
+
+    Slots are all of its variables that aren't scalars: moments, averages (EMA),
+    accumulated gradients. To be called inside `without_weights`.
+
+    Args:
+        optimizer: From `copy_of`; None has no slots.
+        variables: Keras variables.
+    """
+    if optimizer is None:
+        return [0] * len(variables)
+    # One of several equal variables is enough, which halves the time.
+    keys = [_key(optimizer, variable) for variable in variables]
+    chosen = dict(zip(keys, variables, strict=True))
+    built = dict(zip(chosen, _build(optimizer, [*chosen.values()]), strict=True))
+    return [built[key] for key in keys]
+
+
+def _key(optimizer: Any, variable: Any) -> Any:
+    """Return a key; variables with the same key get slots of the same size."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    kind = type(inner)
+    # Muon depends on paths, and optimizers from outside of Keras may do so.
+    if kind.__module__.partition(".")[0] != "keras" or kind.__name__ == "Muon":
+        return id(variable)
+    replaced = bool(getattr(variable, "overwrite_with_gradient", False))
+    return tuple(variable.shape), variable.dtype, replaced
+
+
+def _build(optimizer: Any, variables: Sequence[Any]) -> list[int]:
+    if not variables:
+        return []
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    counts = {id(variable): 0 for variable in variables}
+    owned: set[int] = set()
+    original = inner.add_variable_from_reference
+
+    def add(reference: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(reference, *args, **kwargs)
+        if id(reference) in counts:
+            counts[id(reference)] += _bytes(made)
+            owned.add(id(made))
+        return made
+
+    inner.add_variable_from_reference = add
+    try:
+        optimizer.build(list(variables))
+    finally:
+        del inner.add_variable_from_reference
+    # Adafactor's slots have other shapes than the weights.
+    rest = [v for v in inner.variables if id(v) not in owned and len(v.shape)]
+    total = sum(map(_bytes, rest))
+    elements = sum(math.prod(v.shape) for v in variables) or 1
+    return [
+        counts[id(v)] + round(total * math.prod(v.shape) / elements) for v in variables
+    ]
+
+
+def gradient_is_dense(optimizer: Any, gradient: Any) -> bool:
+    """Return whether a weight's gradient takes as much memory as the weight."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return True
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return not (type(inner) in _ROWS_ONLY and not inner.momentum)
+
+
+def updates_at_once(optimizer: Any) -> int:
+    """Return how many arrays of a weight's size exist while that weight is updated."""
+    return 0 if optimizer is None else _UPDATE_ARRAYS
+
+
+def _bytes(variable: Any) -> int:
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+
+
+# Models without weights: variables that have a shape, but no memory.
+#
+# Inside `without_weights` a model is built as usual, by any of Keras's ways. Only its
+# variables differ: they have a TensorFlow handle, which takes memory when it first gets
+# a value, and it never gets one. Afterwards everything is as before: the next layers
+# get the names, and the next weights the values, that they would have got without it.
+
+# Variables this small are initialized: step counters, seeds, learning rates are read.
+_FEW_ELEMENTS = 16
+
+
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Build models without weights in a `with` block, and leave no trace of them.
+
+    Afterwards Keras's names and seeds, and Python's and NumPy's random numbers, are
+    what they were before.
+    """
+    state = global_state.GLOBAL_STATE_TRACKER
+    # Until 3.15 settings were stored separately.
+    settings = getattr(global_state, "GLOBAL_SETTINGS_TRACKER", None)
+    kept = {name: _copy(value) for name, value in vars(state).items()}
+    python, numpy = random.getstate(), np.random.get_state()
+    # A generator created inside would have no value.
+    generator = kept.get("global_seed_generator")
+    seeds = None if generator is None else tf.identity(generator.state.value)
+    # Garbage (a model's layers, a graph's operations) is collected once, at the end.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with shapes_only():
+            yield
+    finally:
+        if collecting:
+            gc.enable()
+        # `keras.backend.clear_session` replaces both.
+        global_state.GLOBAL_STATE_TRACKER = state
+        if settings is not None:
+            global_state.GLOBAL_SETTINGS_TRACKER = settings
+        vars(state).clear()
+        vars(state).update(kept)
+        if generator is not None:
+            generator.state.assign(seeds)
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def shapes_only() -> Any:
+    """Create variables without memory, in the default graph; a context manager."""
+    return tf.variable_creator_scope(_create)
+
+
+def _copy(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, dict | list | set) else value
+
+
+def _create(create: Callable[..., Any], **kwargs: Any) -> Any:
+    shape, dtype = _spec(kwargs["initial_value"], kwargs.get("dtype"))
+    if shape.num_elements() is not None and shape.num_elements() <= _FEW_ELEMENTS:
+        return create(**kwargs)
+    return _tf.variable_without_value(
+        shape, dtype, bool(kwargs.get("trainable")), kwargs.get("name") or "variable"
+    )
+
+
+def _spec(initial: Any, dtype: Any) -> tuple[Any, Any]:
+    """Return the shape and dtype of a variable with this initial value."""
+    if callable(initial):
+        # Keras's variables have them as attributes; the initializer isn't called.
+        for cell in getattr(initial, "__closure__", None) or ():
+            variable = cell.cell_contents
+            if isinstance(variable, keras.Variable):
+                return tf.TensorShape(variable.shape), tf.as_dtype(dtype)
+        with tf.__internal__.FuncGraph("initial_value").as_default():
+            initial = tf.convert_to_tensor(initial(), dtype)
+            return initial.shape, initial.dtype
+    if not hasattr(initial, "shape") or not hasattr(initial, "dtype"):
+        initial = np.asarray(initial)
+    return tf.TensorShape(initial.shape), tf.as_dtype(dtype or initial.dtype)
 
 
 def describe(
@@ -84,7 +282,7 @@ def _built(model_fn: Callable[[], Any]) -> Any:
 def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
     if optimizer is None and getattr(model, "optimizer", None) is not None:
         optimizer = model.optimizer
-    optimizer = slots.copy_of(optimizer)
+    optimizer = copy_of(optimizer)
     graph = tf.__internal__.FuncGraph("step")
     units = Units(model)
     with graph.as_default(), shapes_only():
@@ -205,12 +403,12 @@ def _weights(
     units: Units, trained: list[Any], gradients: list[Any], optimizer: Any
 ) -> list[_Weights]:
     """Return the bytes of each layer's variables, in the order of layer numbers."""
-    kept = slots.slot_bytes(optimizer, trained)
+    kept = slot_bytes(optimizer, trained)
     about = {
         id(variable): (size, gradient)
         for variable, size, gradient in zip(trained, kept, gradients, strict=True)
     }
-    at_once = slots.updates_at_once(optimizer)
+    at_once = updates_at_once(optimizer)
     found: dict[int, _Weights] = {}
     for number, variables in units.variables():
         total = found.setdefault(number, _Weights())
@@ -222,7 +420,7 @@ def _weights(
             slot, gradient = about[id(variable)]
             total.trainable += size
             total.slots += slot
-            if gradient is not None and slots.gradient_is_dense(optimizer, gradient):
+            if gradient is not None and gradient_is_dense(optimizer, gradient):
                 total.gradients += size
                 total.update = max(total.update, at_once * size)
     return [found.get(number, _Weights()) for number in range(len(units.layers))]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import traceback
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +27,49 @@ from kerasdist._keras.data.generators import GeneratorFacts
 from kerasdist._keras.data.pydataset import ItemData, ItemsInOrder, agree_on_order
 from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.protocols import DynamicDataHooks, KerasHooks, hooks_of
+from kerasdist.transport.liveness.failure_protocol import final_exception
+
+# The end of the threads that read data, before the interpreter's own end.
+#
+# The destructor of a dataset's iterator waits for the iterator's threads, and one of
+# these may be in a Python function (`from_generator`, `numpy_function`), which needs
+# the interpreter's lock to return. While the interpreter ends, no other thread gets the
+# lock: the process waits for ever (plain Keras does, too). What keeps an iterator so
+# long is an error that left `fit`: its traceback holds the frames of the call.
+
+_failed = False
+
+
+@contextlib.contextmanager
+def ending_threads_after_error() -> Iterator[None]:
+    """End the threads at the process's exit if the block raises."""
+    global _failed
+    try:
+        yield
+    except BaseException:
+        _failed = True
+        raise
+
+
+def destroy_iterators() -> None:
+    """Destroy the iterators that an error keeps, if a block above has raised.
+
+    Called at the process's exit. It waits for functions that read data.
+    """
+    if not _failed:
+        return
+    error = final_exception()
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            # Keras leaves its own frames out of the traceback, not out of these.
+            for caller, _ in traceback.walk_stack(frame):
+                with contextlib.suppress(RuntimeError):  # it runs
+                    caller.clear()
+        error = error.__cause__ or error.__context__
+    # An error that was caught is perhaps part of a cycle.
+    gc.collect()
 
 
 def init_epoch_iterator(

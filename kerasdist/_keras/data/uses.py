@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters import py_dataset_adapter
 
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._tf.graph.dataset_pipelines import has_cache
+from kerasdist._tf.graph.row_pipelines import has_cache
 from kerasdist._tf.marks import WHOLE_DATA
 
 

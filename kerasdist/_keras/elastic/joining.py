@@ -21,8 +21,8 @@ import numpy as np
 from kerasdist._keras.context import current
 from kerasdist._keras.data.batches import BatchIterator, RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import draws_order
-from kerasdist._keras.elastic.state import training_state
-from kerasdist._keras.elastic.state.data_place import DataPlace
+from kerasdist._keras.elastic.state import finished_calls, training_state
+from kerasdist._keras.elastic.state.training_state import DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.errors import ClusterError
 
@@ -248,7 +248,7 @@ def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
     newcomer = elastic.is_newcomer
     mine = [
         [index, name, [[a.dtype.name, list(a.shape)] for a in arrays]]
-        for index, name, arrays in training_state.arrays_of(callbacks)
+        for index, name, arrays in finished_calls.arrays_of(callbacks)
     ]
     texts = hooks.consensus.texts("" if newcomer else json.dumps(mine))
     for index, name, forms in json.loads(texts[0]):

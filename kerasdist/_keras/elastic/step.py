@@ -22,14 +22,138 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
 from kerasdist._keras.elastic.continuable import ContinuableStep, summed_metrics
+from kerasdist._keras.elastic.evaluation import ByLayout
 from kerasdist._keras.elastic.joining import Admission
-from kerasdist._keras.elastic.late_updates import LateUpdates
 from kerasdist._keras.elastic.metric_totals import MetricTotals
-from kerasdist._keras.elastic.repetition import ByLayout
-from kerasdist._keras.elastic.shadow import Shadow
 from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
+from kerasdist._tf.graph.tensor_origins import reads_or_writes
+
+# Copies of variables as they were at the beginning of a step.
+
+
+class Shadow:
+    """The values that variables had at the beginning of a step, to restore them.
+
+    A value shares its memory with the variable until the variable is overwritten, which
+    makes TensorFlow write to other memory instead of the same.
+    """
+
+    def __init__(self) -> None:
+        # By identity: variables can't be compared. Each with its copy.
+        self._kept: dict[int, tuple[Any, Any]] = {}
+
+    def save(self, variables: Sequence[Any]) -> list[Any]:
+        """Keep the values, in a step's graph or eagerly.
+
+        Args:
+            variables: TensorFlow's variables, each on one device.
+
+        Returns:
+            Operations that the step must wait for: one that has failed could have
+            overwritten a variable that isn't kept yet.
+        """
+        operations = []
+        for variable in variables:
+            if id(variable) not in self._kept:
+                kept = _tf.variable_of_any_shape(variable.dtype, variable.device)
+                self._kept[id(variable)] = variable, kept
+            with tf.device(variable.device):
+                kept = self._kept[id(variable)][1]
+                done = kept.assign(variable.read_value(), read_value=False)
+            if done is not None:
+                operations.append(done)
+        return operations
+
+    def restore(self, variables: Sequence[Any]) -> None:
+        """Give variables the values that `save` has kept, eagerly."""
+        for variable in variables:
+            with tf.device(variable.device):
+                variable.assign(self._kept[id(variable)][1].read_value())
+
+
+# Updates of the weights that wait for the commit of their step.
+#
+# A step that ends before its commit then hasn't changed what an optimizer updates: none
+# of it is kept (`shadow`), which would cost a copy, because values that are kept aren't
+# overwritten in place.
+#
+#     forward, gradients ── metrics ── reduce both: the commit ── updates
+#                        └ `apply` returns here, and does its work there
+#
+# That a step mustn't notice: while it is traced, operations are looked for that read or
+# write these variables after `apply`, or write them before. A step with one is traced
+# again with all updates where they are.
+
+
+class LateUpdates:
+    """The updates of one replica's step, which is being traced.
+
+    Args:
+        variables: TensorFlow's variables that optimizers update, as they are on this
+            replica.
+        parts: Returns what the last reduction is to sum beside gradients.
+        commit: Is given the sums; returns what the updates wait for.
+
+    Attributes:
+        noticed: Whether the step would notice that updates are late.
+    """
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        parts: Callable[[], Sequence[Any]],
+        commit: Callable[[Sequence[Any]], Sequence[Any]],
+    ) -> None:
+        self._variables = variables
+        self._parts = parts
+        self._commit = commit
+        self._graph = tf.compat.v1.get_default_graph()
+        self._before = len(self._graph.get_operations())
+        self._first: int | None = None
+        self._updates: list[tuple[Callable[..., Any], Callable[[Any], Any]]] = []
+        self.noticed = False
+
+    def add(
+        self, reduce: Callable[..., list[Any]], update: Callable[[list[Any]], Any]
+    ) -> bool:
+        """Let an update run at the end of the step; return whether that's possible.
+
+        Args:
+            reduce: Reduces gradients; is given what it sums beside them, whose sums it
+                returns after its results.
+            update: Is given the reduced gradients.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        if graph is not self._graph:
+            self.noticed = True  # in a branch, or a function of its own
+            return False
+        if self._first is None:
+            self._first = len(graph.get_operations())
+        self._updates.append((reduce, update))
+        return True
+
+    def finish(self) -> None:
+        """Commit the step, and run its updates."""
+        operations = self._graph.get_operations()[self._before :]
+        first = len(operations) if self._first is None else self._first - self._before
+        _, written = reads_or_writes(self._graph, operations[:first], self._variables)
+        after = reads_or_writes(self._graph, operations[first:], self._variables)
+        self.noticed |= written or any(after)
+        parts: Sequence[Any] = self._parts() if self._updates else ()
+        sums: Sequence[Any] = ()
+        reduced = []
+        for number, (reduce, _) in enumerate(self._updates, 1):
+            beside = parts if number == len(self._updates) else ()
+            results = reduce(beside=beside)
+            end = len(results) - len(beside)
+            sums = results[end:]
+            reduced.append(results[:end])
+        with tf.control_dependencies(self._commit(sums)):
+            for (_, update), gradients in zip(self._updates, reduced, strict=True):
+                update(gradients)
+
 
 _Calls = Callable[[Any], Any]
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
-from kerasdist._keras.optimizer.global_step import steps_with_others
+from kerasdist._keras.optimizer.learning_rate import steps_with_others
 from kerasdist._keras.protocols import dynamic_hooks
 
 _KEY = "kerasdist"

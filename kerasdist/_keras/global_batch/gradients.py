@@ -28,11 +28,10 @@ from keras.src.optimizers import loss_scale_optimizer, optimizer
 from kerasdist import _tf
 from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.global_batch.losses import part_of, terms_of
-from kerasdist._keras.models.plain_loops import copies_of
-from kerasdist._keras.models.step_build import has_own_step
-from kerasdist._tf.facets import Facets, current_facets
+from kerasdist._keras.models.local_models import copies_of, has_own_step
 from kerasdist._tf.gradient_placement import move_beside
 from kerasdist._tf.graph.tensor_origins import captured
+from kerasdist._tf.marks import Facets, current_facets
 from kerasdist._tf.variables import is_distributed
 
 RAW, PART, WHOLE = "raw", "part", "whole"

@@ -10,9 +10,10 @@ far. Earlier calls of `fit` are run again, with the seed of the preempted job.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,170 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.data.batches import RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
-from kerasdist._keras.elastic.continuable import ContinuableStep
-from kerasdist._keras.elastic.state import training_state
-from kerasdist._keras.elastic.state.callback_state import unfit
-from kerasdist._keras.elastic.state.data_place import DataPlace
-from kerasdist._keras.elastic.state.finished_calls import fits_of
+from kerasdist._keras.elastic.batches import is_of_fit
+from kerasdist._keras.elastic.continuable import ContinuableStep, summed_metrics
+from kerasdist._keras.elastic.metric_totals import MetricTotals
+from kerasdist._keras.elastic.state import finished_calls, training_state
+from kerasdist._keras.elastic.state.finished_calls import fits_of, unfit
+from kerasdist._keras.elastic.state.training_state import DataPlace
+from kerasdist._keras.files.succession import flush_board
 from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
+from kerasdist.collectives.elastic.leaving import Leaving
+from kerasdist.collectives.elastic.termination import end_process, flush_output
 from kerasdist.collectives.ops import Array
 from kerasdist.errors import SnapshotError
 from kerasdist.transport.log import background_log
+
+# The train function of a job of one worker, which the next start may continue.
+
+
+class StepAlone(ContinuableStep):
+    """Takes steps as in a job that isn't elastic: none is ever repeated.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        calls: Takes the steps of one execution.
+        given: See `ContinuableStep.given`.
+        leave: Ends the job; called between two steps with this object, the iterator,
+            and the number of the next step in the epoch.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        hooks: KerasHooks,
+        calls: Callable[[Any], Any],
+        given: Callable[[], Sequence[Any]],
+        leave: Callable[[StepAlone, Any, int], None],
+    ) -> None:
+        self._trainer = trainer
+        self._communicator = hooks.workers.communicator
+        self._calls = calls
+        self.given = given
+        self._leave = leave
+        job: Any = hooks.workers.job
+        self._leaving = job.leaving
+        self._totals = MetricTotals(list)
+        # By the type of an iterator: whether it's one of `fit`, and whether it counts
+        # its batches. Asking costs as much as the rest of this module in a step.
+        self._kinds: dict[type, tuple[bool, bool]] = {}
+        # The steps of this epoch.
+        self._taken = 0
+
+    def begin(self) -> None:
+        """See `ContinuableStep.begin`."""
+        self._taken = 0
+
+    def __call__(self, iterator: Any) -> Any:
+        """See `ContinuableStep.__call__`."""
+        kind = self._kinds.get(type(iterator))
+        if kind is None:
+            kind = is_of_fit(iterator), isinstance(iterator, RepeatableIterator)
+            self._kinds[type(iterator)] = kind
+        if not kind[0]:
+            return self._calls(iterator)
+        if current.resumed is not None:
+            current.resumed()
+            current.resumed = None
+        if self._leaving.wanted and current.iterator is not None:
+            self._leave(self, iterator, self._taken + current.first_step)
+        logs = self._calls(iterator)
+        # The last execution of a pass may have had fewer; then none follows.
+        steps = int(self._trainer.steps_per_execution)
+        if kind[1]:
+            for _ in range(steps):
+                iterator.commit()
+        self._taken += steps
+        self._communicator.step += steps
+        return logs
+
+    def prepare(self, iterator: Any) -> None:
+        """See `ContinuableStep.prepare`: no other worker waits."""
+
+    def read_metrics(self, read: Callable[[], Any]) -> Any:
+        """See `ContinuableStep.read_metrics`."""
+        result = read()
+        self._taken = current.first_step = 0
+        return result
+
+    def sum_metrics(self) -> tuple[int, list[Any]]:
+        """See `ContinuableStep.sum_metrics`."""
+        steps = self._taken + current.first_step
+        return steps, self._totals.sums(summed_metrics(self._trainer))
+
+    def set_metrics(self, steps: int, sums: Sequence[Any]) -> None:
+        """See `ContinuableStep.set_metrics`."""
+        self._totals.set(summed_metrics(self._trainer), sums, steps, chief=True)
+
+
+# The workers of an elastic job that leave it between two steps, on SIGTERM.
+#
+#     all        ask, about once per second (`joining.Admission`)
+#     all        agree on which leave ── these leave ── the others take the next step
+#     a leaver   ends its process as the signal would have
+#
+# So no step is repeated, unlike after a loss. If too few workers stay, they write a
+# checkpoint first: see `resumption`.
+
+
+class Departure:
+    """The leaving of workers, this one perhaps among them.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+    """
+
+    def __init__(self, trainer: Any, hooks: KerasHooks) -> None:
+        self._trainer = trainer
+        self._hooks = hooks
+
+    def run(self, step: ContinuableStep, iterator: Any, number: int) -> None:
+        """Let the workers leave that want to; all call it alike, between two steps.
+
+        Args:
+            step: Takes the steps of the model.
+            iterator: The iterator of the next step; None: the last epoch has ended.
+            number: The number of that step in the epoch.
+        """
+        leaving = _leaving_of(self._hooks)
+        if leaving is None:
+            return
+        leaving.agree()
+        if leaving.ids and leaving.ends_job and current.resumption is not None:
+            current.resumption.keep(self._trainer, step, iterator, number)
+        if leaving.ids and leaving.change():
+            for callback in current.callbacks:
+                flush_board(callback)
+            self._hooks.workers.job.close()
+            flush_output()
+            end_process()
+
+
+def leave_after_training(
+    trainer: Any, hooks: KerasHooks, step: ContinuableStep
+) -> None:
+    """Let the workers leave that want to, at the end of the last epoch of `fit`.
+
+    No step follows that would do it. All workers call it alike.
+    """
+    if hooks.elastic is not None and hooks.elastic.ask()[1]:
+        Departure(trainer, hooks).run(step, None, 0)
+
+
+def in_fit(hooks: KerasHooks) -> contextlib.AbstractContextManager[None]:
+    """Let this worker have the time of a `fit` to leave, in the block."""
+    leaving = _leaving_of(hooks)
+    if leaving is None or leaving.termination is None:
+        return contextlib.nullcontext()
+    return leaving.termination.in_fit()
+
+
+def _leaving_of(hooks: KerasHooks) -> Leaving | None:
+    job: Any = hooks.workers.job
+    return getattr(job, "leaving", None)
 
 
 class Resumption:
@@ -72,7 +227,7 @@ class Resumption:
         variables = step.given()
         facts = training_state.collect(trainer, hooks, variables, iterator, number)
         steps, sums = step.sum_metrics()
-        arrays = training_state.arrays_of(current.callbacks)
+        arrays = finished_calls.arrays_of(current.callbacks)
         facts |= {
             "seed": hooks.workers.job.facts["seed"],
             "data": _data(),

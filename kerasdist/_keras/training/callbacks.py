@@ -24,7 +24,7 @@ from keras.src.callbacks import (
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.files import backups
 from kerasdist._keras.files.succession import take_over
-from kerasdist._keras.optimizer import global_step
+from kerasdist._keras.optimizer import learning_rate
 from kerasdist._keras.optimizer.learning_rate import (
     base_rate,
     leaves_of,
@@ -34,8 +34,7 @@ from kerasdist._keras.optimizer.learning_rate import (
 )
 from kerasdist._keras.protocols import DynamicHooks, dynamic_hooks, hooks_of
 from kerasdist._keras.training import fit_loop
-from kerasdist._keras.training.job_callback import JobCallback
-from kerasdist._keras.training.state import statistics_of
+from kerasdist._keras.training.state import JobCallback, statistics_of
 
 # They have batch methods, but never stop the training in them.
 _NEVER_STOP = (
@@ -130,7 +129,7 @@ def on_train_begin(
         if dynamic is not None:
             dynamic.weights.resume_at(backup.steps)
         else:
-            global_step.resume(model, backup.restored, backup.steps)
+            learning_rate.resume(model, backup.restored, backup.steps)
         finished = fit_loop.before_first_step(model, self.callbacks)
         if finished is not None:
             end = self.on_train_end

@@ -9,23 +9,27 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from keras.src.callbacks import callback_list, progbar_logger
 from keras.src.ops import convert_to_numpy
+from keras.src.utils import io_utils
 
 from kerasdist._keras.context import current, setting
+from kerasdist._keras.data.epoch_iterators import ending_threads_after_error
 from kerasdist._keras.data.pydataset import closing_readers
-from kerasdist._keras.data.reading_threads import ending_threads_after_error
 from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.elastic.continuable import ContinuableStep
-from kerasdist._keras.elastic.evaluation import renew_prediction
+from kerasdist._keras.elastic.evaluation import renew_prediction, repeated
 from kerasdist._keras.elastic.joining import join
-from kerasdist._keras.elastic.repetition import repeated
-from kerasdist._keras.elastic.state.callback_state import adopt, plain
 from kerasdist._keras.elastic.state.finished_calls import (
+    adopt,
     calls_of,
+    plain,
     refuse_newcomer,
     result_of_fit,
 )
@@ -36,19 +40,21 @@ from kerasdist._keras.files.writers import note_own_files
 from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
-from kerasdist._keras.preemption.departure import in_fit, leave_after_training
-from kerasdist._keras.preemption.resumption import Resumption
+from kerasdist._keras.preemption.resumption import (
+    Resumption,
+    in_fit,
+    leave_after_training,
+)
 from kerasdist._keras.protocols import (
     KerasHooks,
     hooks_of,
     timer_of,
     translating,
 )
-from kerasdist._keras.training.job_callback import JobCallback
 from kerasdist._keras.training.logs import numbers_of, whole_logs
 from kerasdist._keras.training.optimizers import open_window
-from kerasdist._keras.training.progress_bar import show_on_chief, without_bars
 from kerasdist._keras.training.state import (
+    JobCallback,
     chiefs_state,
     share_state,
     state_of,
@@ -56,8 +62,161 @@ from kerasdist._keras.training.state import (
     statistics_of,
     take_epoch,
 )
-from kerasdist._keras.training.vocabularies import check_vocabularies
 from kerasdist.transport.log import status
+
+# The check that all workers look up the same words.
+#
+# A vocabulary that a script makes of a `set` has another order in each process, unless
+# all have the same PYTHONHASHSEED.
+
+
+def check_vocabularies(trainer: Any, hooks: KerasHooks) -> None:
+    """Check the lookup layers before the first step; all workers call it alike.
+
+    Raises:
+        ValueError: The workers' vocabularies differ. All workers raise it.
+    """
+    mine = {
+        layer.name: _digest(layer.get_vocabulary())
+        for layer in trainer._flatten_layers()
+        if callable(getattr(layer, "get_vocabulary", None))
+    }
+    if not mine:
+        return
+    texts = hooks.consensus.texts(json.dumps(mine))
+    every = {rank: json.loads(text) for rank, text in texts.items()}
+    first = every[min(every)]
+    layers = sorted({n for each in every.values() for n in each if each != first})
+    differing = [
+        name
+        for name in layers
+        if any(e.get(name) != first.get(name) for e in every.values())
+    ]
+    if differing:
+        ranks = [rank for rank, each in sorted(every.items()) if each != first]
+        raise ValueError(
+            "The workers look up words in different vocabularies. Received: the layers "
+            f"{differing} of ranks {ranks} have other words, or another order, than "
+            f"rank {min(every)}'s. Give all workers the same list: sort it "
+            "(`sorted(set(words))`; the order of a `set` differs between processes). "
+            "Or set the environment variable PYTHONHASHSEED to one number on all "
+            "workers, as `kerasdist run` does."
+        )
+
+
+def _digest(words: Any) -> str:
+    return hashlib.sha256(json.dumps(list(words), default=str).encode()).hexdigest()
+
+
+# The progress bar of a job in which another worker may become the chief.
+
+
+class ChiefProgressBar(progbar_logger.ProgbarLogger):
+    """A progress bar that only the present chief shows.
+
+    A new chief shows it from the present step on.
+
+    Args:
+        rank: Returns this worker's rank, which may change.
+    """
+
+    # As the one that Keras adds: callbacks may be called in the background.
+    async_safe = True
+
+    def __init__(self, rank: Callable[[], int]) -> None:
+        self._rank = rank
+        self._given = 1
+        # The number of the epoch whose line wasn't printed.
+        self._unseen: int | None = None
+        super().__init__()
+
+    @property
+    def verbose(self) -> Any:
+        """The script's on the chief, else 0."""
+        return self._given if self._rank() == 0 else 0
+
+    @verbose.setter
+    def verbose(self, value: Any) -> None:
+        self._given = value
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_epoch_begin`."""
+        self._unseen = None if self.verbose else epoch
+        super().on_epoch_begin(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_train_batch_end`."""
+        self._appear()
+        super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_epoch_end`."""
+        self._appear()
+        super().on_epoch_end(epoch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_test_batch_end`."""
+        self._appear()
+        super().on_test_batch_end(batch, logs)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_test_end`."""
+        self._appear()
+        super().on_test_end(logs)
+
+    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_predict_batch_end`."""
+        self._appear()
+        super().on_predict_batch_end(batch, logs)
+
+    def on_predict_end(self, logs: Any = None) -> None:
+        """See `keras.callbacks.Callback.on_predict_end`."""
+        self._appear()
+        super().on_predict_end(logs)
+
+    def _appear(self) -> None:
+        """Show a bar that was begun before this worker became the chief."""
+        if self.progbar is None or self.progbar.verbose == self.verbose:
+            return
+        self.progbar.verbose = self.verbose
+        if self._unseen is not None and self.epochs > 1:
+            io_utils.print_msg(f"Epoch {self._unseen + 1}/{self.epochs}")
+        self._unseen = None
+
+
+def show_on_chief(arguments: dict[str, Any], rank: Callable[[], int]) -> bool:
+    """Add such a progress bar to the arguments of `fit`, `evaluate` or `predict`.
+
+    Args:
+        arguments: The arguments, which are changed.
+        rank: Returns this worker's rank.
+
+    Returns:
+        Whether this was possible: not if a bar is among the script's own callbacks.
+    """
+    given = arguments.get("callbacks")
+    if arguments.get("verbose", "auto") == 0:
+        return True
+    if isinstance(given, callback_list.CallbackList):
+        # An evaluation in `fit`, with its callbacks.
+        return any(isinstance(each, ChiefProgressBar) for each in given.callbacks)
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    found = [each for each in found if each is not None]
+    if any(isinstance(each, progbar_logger.ProgbarLogger) for each in found):
+        return False
+    arguments["callbacks"] = [*found, ChiefProgressBar(rank)]
+    return True
+
+
+def without_bars(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks other than progress bars.
+
+    Those belong to the state of the training, and are the same on all workers. A bar is
+    often shown on the chief alone, by `verbose=2 if strategy.is_chief else 0`.
+    """
+    return [
+        each for each in callbacks if not isinstance(each, progbar_logger.ProgbarLogger)
+    ]
 
 
 def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:

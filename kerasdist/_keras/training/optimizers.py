@@ -27,16 +27,17 @@ from keras.src.optimizers.schedules import learning_rate_schedule
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.gradients import RAW, WHOLE, exchange, weighted
-from kerasdist._keras.models.plain_loops import apply_on_all, strategy_outside
-from kerasdist._keras.models.step_build import build_only
-from kerasdist._keras.optimizer.global_step import own_steps, shared_steps
-from kerasdist._keras.optimizer.learning_rate import scaled
-from kerasdist._keras.optimizer.sparse_updates import touched_rows
-from kerasdist._keras.optimizer.table_reads import share_reads
+from kerasdist._keras.models.local_models import (
+    apply_on_all,
+    build_only,
+    strategy_outside,
+)
+from kerasdist._keras.optimizer.learning_rate import own_steps, scaled, shared_steps
+from kerasdist._keras.optimizer.sparse_updates import share_reads, touched_rows
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.adoption import adopt_in_step
-from kerasdist._tf.compiled.slices import padded
-from kerasdist._tf.facets import current_facets
+from kerasdist._tf.compiled.step import padded
+from kerasdist._tf.marks import current_facets
 
 
 def apply(

@@ -15,31 +15,33 @@ from kerasdist._keras.data.batches import (
     RepeatableIterator,
 )
 from kerasdist._keras.data.epoch_iterators import first_item
-from kerasdist._keras.elastic.evaluation import renew_prediction, test_function
-from kerasdist._keras.elastic.repetition import repeated
+from kerasdist._keras.elastic.evaluation import (
+    renew_prediction,
+    repeated,
+    test_function,
+)
 from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import Taken, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
-from kerasdist._keras.models.compilation import make_compiled
-from kerasdist._keras.models.step_build import (
+from kerasdist._keras.models.local_models import (
     build_by_step,
     can_be_called,
     has_own_step,
     is_unbuilt,
+    make_compiled,
 )
 from kerasdist._keras.placement.layers import placer_of
-from kerasdist._keras.preemption.departure import Departure
-from kerasdist._keras.preemption.step_alone import StepAlone
+from kerasdist._keras.preemption.resumption import Departure, StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
+    StepTimer,
     current_hooks,
     hooks_of,
     timer_of,
     translating,
 )
 from kerasdist._keras.training.adoption import adopt_model
-from kerasdist._keras.training.instrumented_step import InstrumentedStep
 from kerasdist._keras.training.logs import keeping
 from kerasdist._keras.training.state import (
     state_to_give,
@@ -48,6 +50,66 @@ from kerasdist._keras.training.state import (
     whole_state,
 )
 from kerasdist._tf.marks import LAST_LOGS
+
+# A train function that counts its steps, and measures them on request.
+
+
+class InstrumentedStep:
+    """A train function in up to three kinds: without clocks, counting, and measuring.
+
+    Graphs of training always count their steps, which costs one operation, so that most
+    steps run the same graph whether or not they are measured. Another graph also
+    measures its steps; it is traced on the first request.
+
+    This is a hot path (a step can take 1 ms): it uses no context managers.
+
+    Args:
+        trainer: The model.
+        make: Makes the function.
+        timer: Measures steps of training; None for any other steps.
+        single: Whether a call is one step, whatever `steps_per_execution`.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        make: Callable[[], Callable[[Any], Any]],
+        timer: StepTimer | None,
+        *,
+        single: bool = False,
+    ) -> None:
+        self._trainer = trainer
+        self._make = make
+        self._timer = timer
+        self._single = single
+        self._made: dict[bool | None, Callable[[Any], Any]] = {}
+
+    def __call__(self, iterator: Any) -> Any:
+        """Take steps on the batches of an iterator."""
+        timer = self._timer
+        # XLA can't compile an operation that reads a clock, so such a step has none
+        # inside. It compiles for so long that there is only one graph.
+        compiled = self._trainer.jit_compile is True
+        if timer is None or not (timer.running or timer.asked):
+            kind = None if timer is None else False
+            # A function that measures does as well, and may have been compiled.
+            plain = self._made.get(kind) or self._made.get(compiled)
+            return (plain or self._get(kind))(iterator)
+        timed = timer.enter(always=compiled)
+        try:
+            logs = (self._made.get(timed) or self._get(timed))(iterator)
+        except BaseException:
+            timer.leave(0)  # above all where the data have ended
+            raise
+        several = timed and not self._single
+        timer.leave(int(self._trainer.steps_per_execution) if several else 1)
+        return logs
+
+    def _get(self, kind: bool | None) -> Callable[[Any], Any]:
+        if kind not in self._made:
+            with setting(making=kind):
+                self._made[kind] = self._make()
+        return self._made[kind]
 
 
 def reduce_per_replica(

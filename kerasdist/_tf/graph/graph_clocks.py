@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, ops
 
-from kerasdist._tf.graph.micro_batch_order import ORDER
+from kerasdist._tf.graph.partition_graphs import ORDER
 from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.visits import Operation, Visit, find_next, find_visits
 

@@ -19,7 +19,7 @@ import tempfile
 from typing import Any
 
 from kerasdist._keras.context import setting
-from kerasdist._keras.training.job_callback import JobCallback
+from kerasdist._keras.training.state import JobCallback
 from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.callbacks.scaling import report
 from kerasdist.callbacks.scaling.job_view import JobView

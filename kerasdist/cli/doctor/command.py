@@ -16,7 +16,7 @@ from kerasdist.cli.doctor.findings import Finding
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.nodes import options as node_options
-from kerasdist.placement.sizes import counted
+from kerasdist.placement.advice import counted
 
 _DEVICES_SECONDS = 120.0  # importing TensorFlow from a cold network disk
 # The doctor of another machine tries to reach this one four times a second.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kerasdist.cli.doctor.findings import Finding
 from kerasdist.cluster import Cluster
 from kerasdist.transport.tls.credentials import tls_fault
-from kerasdist.transport.wire.secret import is_loopback
+from kerasdist.transport.wire.handshake import is_loopback
 
 
 def check_encryption(

@@ -16,7 +16,7 @@ from kerasdist.cli.allocator import ALLOCATORS, find_allocator
 from kerasdist.cli.ask_tensorflow import ANSWER, TensorFlowError, ask_tensorflow
 from kerasdist.cli.doctor.findings import Finding
 from kerasdist.errors import SharedMemoryFull
-from kerasdist.transport.shared_memory import create_segment
+from kerasdist.transport.memory import create_segment
 
 _MiB = 1024**2
 _DISTRIBUTIONS = {

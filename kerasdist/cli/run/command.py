@@ -25,12 +25,11 @@ from kerasdist.cli.run.hosts.check import HostsError, on_hosts
 from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.nodes import options as node_options
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
-from kerasdist.cli.run.start.launch import launch
-from kerasdist.cli.run.start.script import check_command
-from kerasdist.placement.sizes import counted
+from kerasdist.cli.run.start.launch import check_command, launch
+from kerasdist.placement.advice import counted
 from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault
-from kerasdist.transport.wire.secret import secret_fault
+from kerasdist.transport.wire.handshake import secret_fault
 
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import hmac
+import itertools
 import json
 import os
 import socket
@@ -21,15 +22,109 @@ from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.output import Lines, LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.cli.run.ports import JobPorts
-from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
-from kerasdist.cli.run.quiet.start_up_lines import QuietLines, StartUpLines
-from kerasdist.cli.run.start.cores import thread_variables
-from kerasdist.cli.run.start.variables import RANK_VARIABLES, place_variables
-from kerasdist.transport.liveness.final_error import (
+from kerasdist.cli.run.quiet.start_up_lines import ChiefErrors, QuietLines, StartUpLines
+from kerasdist.transport.liveness.failure_protocol import (
     ERROR_VARIABLE,
     FinalError,
 )
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
+
+# The assignment of cores to workers: pure functions, and one look at the machine.
+
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+def shares(cores: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    """Divide cores among workers, in order.
+
+    Args:
+        cores: At least one core, neighbours next to each other.
+        size: Number of workers.
+
+    Returns:
+        One tuple per rank. With enough cores they are disjoint, use all, and differ
+        by at most one core; with fewer cores than workers each worker has one, and
+        the workers are spread evenly.
+    """
+    count = len(cores)
+    bounds = [rank * count // size for rank in range(size + 1)]
+    return [
+        tuple(cores[first : max(first + 1, last)])
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def thread_variables(cores: int) -> dict[str, str]:
+    """Return the environment that gives a worker as many threads as cores.
+
+    One more thread runs operations: a collective waits in one of them while the
+    others compute.
+
+    Args:
+        cores: Number of the worker's cores, at least 1.
+    """
+    cores = max(1, cores)
+    return {
+        "TF_NUM_INTRAOP_THREADS": str(cores),
+        "TF_NUM_INTEROP_THREADS": str(cores + 1),
+        "OMP_NUM_THREADS": str(cores),
+    }
+
+
+def cores_in_order(read: Callable[[str], str] | None = None) -> list[int]:
+    """Return the cores this process may use, those of one physical core together.
+
+    The kernel often numbers the second hardware threads of all cores after all
+    first ones: by number alone, two workers would get halves of the same cores.
+
+    Args:
+        read: From a path to the file's text; reads the file by default.
+    """
+
+    def place(core: int) -> tuple[int, int, int]:
+        try:
+            package = int(read_text(_TOPOLOGY.format(core, "physical_package_id")))
+            physical = int(read_text(_TOPOLOGY.format(core, "core_id")))
+        except (OSError, ValueError):  # no /sys in this container: by number
+            return 0, 0, core
+        return package, physical, core
+
+    read_text = read if read is not None else _read
+    return sorted(os.sched_getaffinity(0), key=place)
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text(encoding="ascii")
+
+
+# The variables that tell a task its place, beside `TF_CONFIG`.
+
+# As other launchers (torchrun) name them. Strategies don't read them.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def place_variables(job: JobSpec, task: Task) -> dict[str, str]:
+    """Return a task's variables: its rank, that on its host, and its GPUs.
+
+    Sizes count all workers that the job may have: those that an elastic job may add,
+    too. A server has no rank.
+
+    Args:
+        job: The job.
+        task: One of its tasks, also one that is started again.
+    """
+    division = job.gpus.get(job.host_of(task))
+    if task.is_server:
+        return {} if division is None else division.environ(None)
+    beside = job.workers_beside(task)
+    local = beside.index(task)
+    return {
+        "RANK": str(task.index),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(len(beside)),
+        **({} if division is None else division.environ(local)),
+    }
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

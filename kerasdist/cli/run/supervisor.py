@@ -27,14 +27,14 @@ import os
 import selectors
 import signal
 import time
+from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.outcome import ElasticOutcome
-from kerasdist.cli.run.frozen import FrozenTasks
-from kerasdist.cli.run.function.report import send_outcome
+from kerasdist.cli.run.function.files import FunctionFiles
 from kerasdist.cli.run.job import JobSpec
-from kerasdist.cli.run.outcome import JobOutcome
+from kerasdist.cli.run.outcome import JobOutcome, in_words
 from kerasdist.cli.run.output import OutputPump
 from kerasdist.cli.run.ports import HostPorts, JobPorts, PartPorts
 from kerasdist.cli.run.processes import (
@@ -43,12 +43,91 @@ from kerasdist.cli.run.processes import (
     adopt_orphans,
     descendants,
     in_foreground,
+    is_stopped,
     kill_all,
     kill_left_behind,
     signal_all,
 )
-from kerasdist.cli.run.quiet.chief_errors import ChiefErrors
+from kerasdist.cli.run.quiet.start_up_lines import ChiefErrors
 from kerasdist.cli.run.spawn import Launch, Started, lines_of
+
+# The report to the caller about the end of a job that ran a function.
+
+
+def send_outcome(
+    files: FunctionFiles, tasks: Sequence[Started], first: Started | None
+) -> None:
+    """Send how each task ended, and its result's file.
+
+    Args:
+        files: The job's files.
+        tasks: All tasks, which have ended.
+        first: The one that caused the job's failure, if it failed.
+    """
+    for each in tasks:
+        if each.result_file is None:
+            continue
+        code = each.code
+        ended = "was ended by the launcher" if code is None else in_words(code)
+        message = {
+            "kind": each.task.kind,
+            "index": each.task.index,
+            "code": code,
+            "ended": ended,
+            "by_launcher": each.ended_by_us,
+            "first": each is first,
+        }
+        files.send(message, each.result_file.fileno())
+
+
+# Tasks that were stopped by a signal after all others ended.
+#
+# While others need a frozen worker they detect it by its silence. One that is stopped
+# after they have ended well (in `model.save`, for instance) isn't missed by any task:
+# only the system knows that it isn't just busy.
+
+# Looks in a row, one per second. Counted, not timed: a batch system that suspends the
+# whole job for hours stops the launcher, too.
+_LOOKS = 10
+FROZEN_SECONDS = 1.0
+
+
+class FrozenTasks:
+    """Detects that all tasks of a job that still run are stopped.
+
+    Args:
+        tasks: All tasks of the job.
+    """
+
+    def __init__(self, tasks: Sequence[Started]) -> None:
+        self._tasks = tasks
+        self._launcher = os.getppid()
+        self._seen = 0
+        self._next = 0.0
+
+    @property
+    def next_in(self) -> float | None:
+        """Seconds until the next call of `found`; None if none is needed."""
+        if not self._may_be:
+            return None
+        return max(0.0, self._next - time.monotonic())
+
+    @property
+    def _may_be(self) -> bool:
+        ended = [each for each in self._tasks if each.code is not None]
+        return 0 < len(ended) < len(self._tasks)
+
+    def found(self) -> list[Started]:
+        """Return all running tasks if each has been stopped for several seconds."""
+        if not self._may_be or time.monotonic() < self._next:
+            return []
+        self._next = time.monotonic() + FROZEN_SECONDS
+        running = [each for each in self._tasks if each.code is None]
+        # After Ctrl-Z the launcher is stopped with the chief; both are resumed later.
+        stopped = all(is_stopped(each.process.pid) for each in running)
+        self._seen = self._seen + 1 if stopped and not is_stopped(self._launcher) else 0
+        return running if self._seen >= _LOOKS else []
+
 
 # When one rank fails, in seconds from then. The others first get the time to fail
 # by themselves: they report which rank they have lost, and the real first failure may

@@ -25,10 +25,8 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.failure_protocol import Unsupervised
-from kerasdist.transport.liveness.final_error import final_exception
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.liveness.failure_protocol import Unsupervised, final_exception
 from kerasdist.transport.tracing import Laps
 from kerasdist.transport.wire.framing import (
     HEADER_BYTES,

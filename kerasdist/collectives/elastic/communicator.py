@@ -13,6 +13,7 @@ a broadcast is a reduction here, because it would finish at its root alone.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,18 +24,185 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.elastic.changes import Change
-from kerasdist.collectives.elastic.groups import Group, Result
-from kerasdist.collectives.elastic.link import BROKEN
+from kerasdist.collectives.elastic.groups import BROKEN, Group, Result
 from kerasdist.collectives.elastic.membership.agreement import Agreement
 from kerasdist.collectives.elastic.membership.lines import Lines
-from kerasdist.collectives.elastic.membership.survey import survey
-from kerasdist.collectives.elastic.present_group import NO_EPOCH, PresentGroup
+from kerasdist.collectives.elastic.membership.startup import survey
+from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.ops import Array
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.transport.base import Peer
-from kerasdist.transport.membership.epochs import Member
+from kerasdist.transport.membership.events import Member
 from kerasdist.transport.tracing import Recorder
+
+# The changes of an elastic job's members, as this worker has seen them.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Change:
+    """A change of the members.
+
+    Attributes:
+        text: A sentence about it.
+        before: The number of workers before it.
+        workers: The number of workers after it.
+        seconds: The time without a group, on this worker.
+        agreed: When the members were decided, in seconds of the system's clock.
+        connected: When they were connected.
+    """
+
+    text: str
+    before: int
+    workers: int
+    seconds: float
+    agreed: float
+    connected: float
+
+    @property
+    def began(self) -> float:
+        """The time at which training was suspended."""
+        return self.connected - self.seconds
+
+
+def differences(
+    before: Sequence[Member],
+    after: Sequence[Member],
+    name: Callable[[Member], str],
+    preempted: Sequence[Member] = (),
+    servers: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> str:
+    """Return in words which members were lost, have left, and were added.
+
+    Args:
+        before: The members before the change.
+        after: Those after it.
+        name: Returns the name of a member.
+        preempted: Those that leave as they have announced.
+        servers: The names of the servers before and after the change.
+    """
+    missing = [each for each in before if each not in after]
+    earlier, later = servers
+    lost = [name(each) for each in missing if each not in preempted]
+    lost += [server for server in earlier if server not in later]
+    added = [name(each) for each in after if each not in before]
+    if earlier:  # else this worker was alone, and didn't know the servers
+        added += [server for server in later if server not in earlier]
+    parts = [
+        f"{', '.join(names)} {'were' if len(names) > 1 else 'was'} {verb}"
+        for names, verb in (
+            (lost, "lost"),
+            ([name(e) for e in missing if e in preempted], "preempted, and left"),
+            (added, "added"),
+        )
+        if names
+    ]
+    return " and ".join(parts) or "connections between the workers were lost"
+
+
+# The present group of a job, which one thread changes and others wait for.
+
+# The epoch of a worker that isn't a member yet.
+NO_EPOCH = -1
+
+
+class PresentGroup:
+    """The group on which collectives run; none while the members change.
+
+    Args:
+        group: The first one.
+        patience: Seconds that a change of membership may take.
+    """
+
+    def __init__(self, group: Group, patience: float) -> None:
+        self._patience = patience
+        self._changed = threading.Condition()
+        # Of the thread that changes groups; None while there is no group.
+        self._group: Group | None = group
+        self._fetched: Result | None = None
+        self._stopped: errors.CollectiveError | None = None
+
+    @property
+    def stopped(self) -> errors.CollectiveError | None:
+        """The error that ended this worker's part in the job, or None."""
+        with self._changed:
+            return self._stopped
+
+    def is_usable(self, group: Group) -> bool:
+        """Return whether a group is the present one."""
+        with self._changed:
+            return self._group is group
+
+    def suspend(self) -> None:
+        """End the running collective; there is no group until `resume`."""
+        with self._changed:
+            group, self._group = self._group, None
+            self._changed.notify_all()
+        if group is not None:
+            group.job.abandon()
+
+    def resume(self, group: Group, take_over: Callable[[], None]) -> None:
+        """Continue with a new group, unless `stop` was called.
+
+        Args:
+            group: The group.
+            take_over: Called before another thread gets it.
+        """
+        with self._changed:
+            if self._stopped is None:
+                self._group = group
+                take_over()
+            self._changed.notify_all()
+
+    def stop(self, error: errors.CollectiveError) -> None:
+        """End all collectives, now and later, with an error."""
+        with self._changed:
+            self._stopped = self._stopped or error
+            group, self._group = self._group, None
+            self._changed.notify_all()
+        if group is not None:
+            group.job.abandon(error)
+
+    def wait(self, after: int, seconds: float | None = None) -> Group:
+        """Wait until there is a group of an epoch after `after`; return it.
+
+        Raises:
+            CollectiveError: There will be none.
+        """
+        seconds = self._patience if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._stopped is None:
+                if self._group is not None and self._group.epoch > after:
+                    return self._group
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    self._stopped = errors.CollectiveTimeout(
+                        "The workers didn't agree in time on which of them continue. "
+                        f"Received: no agreement within {seconds:g} s. Can all "
+                        "hosts reach each other? Start the job again."
+                    )
+                    break
+                self._changed.wait(remaining)
+            raise copy_to_raise(self._stopped)
+
+    # The result of a collective that others have finished.
+
+    def keep(self, fetched: Result) -> None:
+        """Keep the result of the collective that ended unfinished here.
+
+        Others have finished it. The next group may change again before it is used.
+        """
+        with self._changed:
+            self._fetched = fetched
+
+    def take_fetched(self, number: int) -> list[Array] | None:
+        """Return the result of a collective if it was kept, and forget it."""
+        with self._changed:
+            fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched.number != number:
+            return None
+        return fetched.arrays
+
 
 # Seconds for which members wait for processes that wanted to join.
 _ADMIT_SECONDS = 10.0

@@ -20,18 +20,20 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.elastic.groups import Connector
+from kerasdist.collectives.elastic.groups import (
+    Connector,
+    Link,
+    WorkerLink,
+    elastic_timeouts,
+)
 from kerasdist.collectives.elastic.job import ElasticJob
-from kerasdist.collectives.elastic.link import Link, WorkerLink, elastic_timeouts
 from kerasdist.collectives.elastic.membership.lines import Lines
-from kerasdist.collectives.elastic.membership.startup import Startup
-from kerasdist.collectives.elastic.membership.survey import survey
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.ended_tasks import EndedTasks
-from kerasdist.transport.membership.epochs import Member
+from kerasdist.collectives.elastic.membership.startup import Startup, survey
+from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.liveness.failure_protocol import EndedTasks
+from kerasdist.transport.membership.events import Member
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.tls.protection import checked_secret
+from kerasdist.transport.tls.credentials import checked_secret
 
 # Seconds between two questions of a worker that waits for the job to run.
 _AGAIN_SECONDS = 0.3

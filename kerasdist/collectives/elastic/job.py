@@ -6,31 +6,176 @@ import dataclasses
 import logging
 import threading
 import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.collectives.elastic.changes import Change, differences
-from kerasdist.collectives.elastic.chief_actions import ElasticChiefActions
-from kerasdist.collectives.elastic.communicator import ElasticCommunicator
-from kerasdist.collectives.elastic.groups import Connector, Group, catch_up, introduce
+from kerasdist.collectives.elastic.communicator import (
+    Change,
+    ElasticCommunicator,
+    differences,
+)
+from kerasdist.collectives.elastic.groups import (
+    BROKEN,
+    CannotConnect,
+    Connector,
+    Group,
+    catch_up,
+    introduce,
+)
 from kerasdist.collectives.elastic.leaving import Leaving
-from kerasdist.collectives.elastic.link import CannotConnect
-from kerasdist.collectives.elastic.losses import Losses
 from kerasdist.collectives.elastic.membership.agreement import Agreement
 from kerasdist.collectives.elastic.membership.lines import Lines
 from kerasdist.collectives.elastic.membership.startup import Startup
 from kerasdist.collectives.elastic.termination import Termination
 from kerasdist.transport.base import Peer
-from kerasdist.transport.cancellation import Cancellation
+from kerasdist.transport.deadline import Cancellation
+from kerasdist.transport.liveness.announcements import Outcome
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import background_log
-from kerasdist.transport.membership.epochs import (
+from kerasdist.transport.membership.events import (
     Decision,
     Member,
     StopReason,
     first_decision,
 )
 from kerasdist.transport.rendezvous.listener import Listener
+
+# The losses that a worker has noticed, and the error with which its part ends.
+
+
+class Losses:
+    """The losses since the last change of the members, as errors.
+
+    Args:
+        me: This worker.
+        addresses: Each task's address, by the member's id.
+    """
+
+    def __init__(self, me: Member, addresses: Mapping[int, str]) -> None:
+        self._me = me
+        self._addresses = addresses
+        self._worker: errors.WorkerLost | None = None
+        self._server: errors.ServerLost | None = None
+
+    def note(
+        self, member: Member | None, error: errors.CollectiveError, step: int
+    ) -> None:
+        """Note the failure of a group.
+
+        Args:
+            member: The member that it names, if there is one.
+            error: The failure.
+            step: The present step.
+        """
+        if isinstance(error, errors.WorkerLost) and member is not None:
+            # By the rank that the worker had at the start.
+            self._worker = errors.WorkerLost(member.id, error.host, step, error.reason)
+        elif isinstance(error, errors.ServerLost):
+            self._server = error
+
+    def take(self) -> errors.WorkerLost | errors.ServerLost | None:
+        """Return the last loss, of a worker if there was one, and forget all."""
+        error = self._worker or self._server
+        self._worker = self._server = None
+        return error
+
+    def final_error(
+        self,
+        reason: StopReason,
+        missing: tuple[int, ...],
+        step: int,
+        *,
+        joining: bool,
+        leavers: Collection[int],
+    ) -> errors.WorkerLost:
+        """Return the error with which this worker's part in the job ends.
+
+        Args:
+            reason: Why it ends.
+            missing: The ids of members that are out of contact.
+            step: The present step.
+            joining: Whether this worker hasn't joined the job yet.
+            leavers: The ids of members that leave as they have announced.
+        """
+        lost = self._worker
+        absent = f" Out of contact: ranks {list(missing)}." if missing else ""
+        if joining:
+            ended = "the job that it was to join has ended"
+            return self._error(self._me.id, step, ended)
+        if lost is None and reason is StopReason.TOO_FEW and leavers:
+            preempted = f"it was preempted, and {reason.value}"
+            return self._error(min(leavers), step, preempted)
+        text = f"{reason.value}.{absent}".rstrip(".")
+        if lost is None:
+            return self._error(self._me.id, step, text)
+        return errors.WorkerLost(
+            *(lost.rank, lost.host, lost.step), f"{lost.reason}, and {text}"
+        )
+
+    def _error(self, number: int, step: int, reason: str) -> errors.WorkerLost:
+        return errors.WorkerLost(number, self._addresses[number], step, reason)
+
+
+# The announcements of the present chief, which the others wait for.
+#
+# Each group has announcements of its own. If the chief is lost, those that wait for it
+# wait for the next group: one of them is the chief there, and has to act itself.
+
+
+class ElasticChiefActions:
+    """See `ChiefActions`.
+
+    Args:
+        group: Returns the present group; or, given an epoch, waits for a later one.
+        seconds: See `ChiefActions`.
+    """
+
+    def __init__(self, group: Callable[..., Group], seconds: float) -> None:
+        self.seconds = seconds
+        self._group = group
+        # The epochs in which this worker has begun actions, by topic.
+        self._begun: dict[str, int] = {}
+
+    @property
+    def announces(self) -> bool:
+        """See `ChiefActions.announces`."""
+        return self._group().communicator.rank == 0
+
+    def begin(self, topic: str) -> None:
+        """See `Announcements.begin`."""
+        group = self._group()
+        self._begun[topic] = group.epoch
+        if group.job.announcements is not None:
+            group.job.announcements.begin(topic)
+
+    def end(self, topic: str, facts: dict[str, Any], *, failed: bool = False) -> None:
+        """See `Announcements.end`."""
+        group = self._group()
+        begun = self._begun.pop(topic, None)
+        if group.job.announcements is None:
+            return
+        if begun != group.epoch:
+            # Those that wait in the new group don't know of it yet.
+            group.job.announcements.begin(topic)
+        group.job.announcements.end(topic, facts, failed=failed)
+
+    def wait(self, topic: str, *, own: bool = False) -> Outcome:
+        """See `Announcements.wait`; "mine": this worker has become the chief.
+
+        Raises:
+            CollectiveError: The job can't continue.
+        """
+        group = self._group()
+        while True:
+            announcements = group.job.announcements
+            if announcements is None or announcements.announces:
+                return Outcome(kind="mine")
+            try:
+                return announcements.wait(topic, own=own)
+            except BROKEN:
+                group = self._group(group.epoch)
+
 
 # Seconds for connecting the members of a new epoch, which all live.
 CONNECT_SECONDS = 15.0

@@ -13,7 +13,7 @@ message over a socket orders memory on every architecture, wakes the thread that
 for it, and fails when the other side dies. Small messages are sent through the socket
 whole.
 
-Between the JSON object and the body is a tag (`kerasdist.transport.wire.frame_auth`):
+Between the JSON object and the body is a tag (`kerasdist.transport.wire.handshake`):
 it authenticates all but the body.
 """
 
@@ -48,17 +48,17 @@ from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.fd_passing import receive_descriptor
 from kerasdist.transport.log import background_log
-from kerasdist.transport.shared_memory import create_segment, map_segment
+from kerasdist.transport.memory import create_segment, map_segment
 from kerasdist.transport.tracing import now
-from kerasdist.transport.wire.frame_auth import TAG_BYTES
 from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
     FrameType,
     pack_header,
+    to_json,
     unpack_header,
 )
-from kerasdist.transport.wire.messages import to_json
+from kerasdist.transport.wire.handshake import TAG_BYTES
 
 _PREFIX = struct.Struct("!IQ")
 # A smaller body is sent through the socket.

@@ -5,25 +5,89 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import copy_to_raise
+from kerasdist.ps.channel.channel import Channel, memory_pair
 from kerasdist.ps.client.client import TRANSPORTS, ServerClient
-from kerasdist.ps.client.connection import Roster
-from kerasdist.ps.client.in_process import InProcessConnection
+from kerasdist.ps.client.communicator import Job
+from kerasdist.ps.client.connection import JOIN_SECONDS, Roster, ServerConnection
 from kerasdist.ps.client.network import NetworkConnection
-from kerasdist.ps.layout import Layout
+from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Event, WorkerRecord
-from kerasdist.ps.server.handler import RequestHandler
+from kerasdist.ps.server.handler import Goodbye, RequestHandler
 from kerasdist.ps.server.server import session_name
-from kerasdist.ps.settings import ServerSettings
-from kerasdist.transport.cancellation import Cancellation
+from kerasdist.transport.deadline import Cancellation, Timeouts
 from kerasdist.transport.log import background_log
-from kerasdist.transport.rendezvous.member import host_key
-from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.tls.protection import checked_secret
+from kerasdist.transport.rendezvous.startup import host_key
+from kerasdist.transport.tls.credentials import checked_secret
+
+# A worker's connection to a server in its own process.
+
+
+class InProcessConnection(ServerConnection):
+    """The server of a worker alone, in its own process.
+
+    Args:
+        handler: The server.
+        worker: This worker.
+        timeouts: The time limit of each phase.
+        job: This worker's part in the job.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        worker: WorkerRecord,
+        timeouts: Timeouts,
+        job: Job,
+    ) -> None:
+        super().__init__(job, timeouts)
+        self._handler = handler
+        self._worker = worker
+        self._channel, theirs = memory_pair()
+        handler.membership.enter(worker, None)
+        if handler.snapshotter is not None:
+            handler.snapshotter.start()
+        self._thread = threading.Thread(
+            target=handler.serve,
+            args=(worker, theirs),
+            name="kerasdist-server",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def __str__(self) -> str:
+        """Return its name in messages."""
+        return "the server in this process"
+
+    def _current(self) -> Channel:
+        return self._channel
+
+    def _again(self, error: Exception) -> None:
+        self._job.check()
+        raise errors.TransportClosed("The server in this process was closed.")
+
+    def ended(self, reason: str) -> None:
+        """See `ServerConnection.ended`: there is no such connection."""
+
+    def send_goodbye(self, goodbye: Goodbye) -> None:
+        """See `ServerConnection.send_goodbye`."""
+        self._handler.on_goodbye(self._worker, goodbye)
+
+    def abort(self) -> None:
+        """See `ServerConnection.abort`."""
+        self._channel.abort()
+
+    def close(self) -> None:
+        """See `ServerConnection.close`."""
+        self.abort()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
+        self._handler.close()
 
 
 def connect_servers(
@@ -57,7 +121,7 @@ def connect_servers(
             wait.
         on_table: As for `ParameterServer`; for a server in this process.
         gate: Whether a worker that starts later joins at an epoch's end, see
-            `kerasdist.ps.server.join`; else the others wait for it at once.
+            `kerasdist.ps.server.collectives`; else the others wait for it at once.
         host: Overrides `host_key()`, for tests.
         session: The session of an elastic job's epoch; by default `session_name`.
         stop: When another thread sets it, the call ends with `Aborted`.

@@ -1,6 +1,6 @@
 """Joining a running job: this worker waits for the end of the others' epoch.
 
-The protocol is in `kerasdist.ps.server.join`.
+The protocol is in `kerasdist.ps.server.collectives`.
 """
 
 from __future__ import annotations

@@ -15,25 +15,23 @@ from kerasdist import errors
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded
 from kerasdist.ps.channel.socket_channel import SocketChannel
+from kerasdist.ps.client.communicator import Job
 from kerasdist.ps.client.connection import (
     GRACE_SECONDS,
     JOIN_SECONDS,
     Roster,
     ServerConnection,
 )
-from kerasdist.ps.client.job import Job
+from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.ps.server.registration import PURPOSE, missing_from_json
-from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.base import Aborted
-from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
 from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
-from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import FrameType, unexpected
 
 # Seconds that a broken connection waits for a report on the control connection.
@@ -112,7 +110,7 @@ class NetworkConnection(ServerConnection):
 
         Args:
             met: `Roster.met` of another server, or None.
-            gate: Whether to join at an epoch's end, see `kerasdist.ps.server.join`.
+            gate: Whether to join at an epoch's end, see `ps.server.collectives`.
             joining: `Roster.joining` of another server, or None.
 
         Raises:

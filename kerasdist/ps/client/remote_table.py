@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kerasdist import errors
 from kerasdist.collectives.ops import Array, octets
 from kerasdist.ps.channel.channel import Channel, Message, Spec
-from kerasdist.ps.client.job import Job
+from kerasdist.ps.client.communicator import Job
 from kerasdist.ps.layout import Layout, Piece, dtype_of
 from kerasdist.ps.tables.table import merge_rows
 from kerasdist.transport.tracing import Laps, now

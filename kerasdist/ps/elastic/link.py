@@ -13,18 +13,15 @@ from collections.abc import Callable
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.elastic.link import Connected
+from kerasdist.collectives.elastic.groups import Connected
 from kerasdist.ps.client.client import ServerClient
 from kerasdist.ps.client.connect import connect_servers
-from kerasdist.ps.elastic.requests import Refused, agreed, names
-from kerasdist.ps.elastic.search import Search
+from kerasdist.ps.elastic.search import Refused, Search, agreed, names
+from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.server.server import session_name
-from kerasdist.ps.settings import ServerSettings
-from kerasdist.transport.cancellation import Cancellation
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.tls.protection import checked_secret
+from kerasdist.transport.tls.credentials import checked_secret
 
 # Of the time for connecting.
 _LEAST_SECONDS = 0.1

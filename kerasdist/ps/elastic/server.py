@@ -1,7 +1,7 @@
 """A parameter server of an elastic job.
 
 It serves each epoch as a job of its own, with a `ParameterServer` at the same listener.
-The docstring of `kerasdist.ps.elastic.requests` has the protocol. It decides nothing:
+The docstring of `kerasdist.ps.elastic.search` has the protocol. It decides nothing:
 if a worker is lost, the epoch has failed, and the server waits for the next one.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.elastic.link import elastic_timeouts
-from kerasdist.ps.elastic.requests import (
+from kerasdist.collectives.elastic.groups import elastic_timeouts
+from kerasdist.errors import ServerLost, WorkerLost
+from kerasdist.ps.elastic.search import (
     ASK,
     BEGIN,
     PURPOSE,
@@ -27,14 +29,77 @@ from kerasdist.ps.elastic.requests import (
     answer,
     refuse,
 )
-from kerasdist.ps.server.loads import Load
+from kerasdist.ps.layout import ServerSettings
+from kerasdist.ps.server.batch_queue import Load, share_in_words
 from kerasdist.ps.server.server import ParameterServer, session_name
-from kerasdist.ps.settings import ServerSettings
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
+from kerasdist.transport.liveness.launcher_pipe import ServerReporter
+from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.tls.protection import checked_secret
+from kerasdist.transport.tls.credentials import checked_secret
+
+# The process of a parameter server of an elastic job: its output, and its end.
+
+_FLUSH_SECONDS = 1.0
+
+
+def run_elastic_server(
+    cluster: Cluster,
+    settings: ServerSettings,
+    min_workers: int,
+    timeouts: Timeouts | None = None,
+) -> None:
+    """Run a server of an elastic job until the job is over.
+
+    It logs the number of its workers, its part of a step when that has changed, and
+    at the end the traffic.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        settings: The job's settings; the workers' must be the same.
+        min_workers: The smallest number of workers that continue.
+        timeouts: The time limit of each phase.
+
+    Raises:
+        KerasDistError: As `ElasticServer` and its `serve`.
+    """
+    hand_over_final_error()
+    count = len(cluster.servers)
+    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+    shown = [""]
+
+    def split(loads: list[Load], index: int) -> None:
+        share = share_in_words(loads, index)
+        if share != shown[0]:
+            shown[0] = share
+            _log_line(f"{name} gets of each worker and step: {share}.")
+
+    server = ElasticServer(
+        cluster, settings, min_workers, timeouts=timeouts, on_split=split
+    )
+    _log_line(
+        f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}, elastic."
+    )
+    try:
+        stats = server.serve()
+    except (WorkerLost, ServerLost):
+        # It may end before the lost task does.
+        ServerReporter(cluster.task_index).gave_up()
+        raise
+    _log_line(
+        f"{name} has finished: {stats['epochs']:,} epochs, {stats['requests']:,} "
+        f"requests, {stats['bytes_received']:,} bytes received, "
+        f"{stats['bytes_sent']:,} sent."
+    )
+    background_log.flush(_FLUSH_SECONDS)
+
+
+def _log_line(text: str) -> None:
+    # Some of it is written while a worker waits for its reply.
+    background_log.log(logging.INFO, "%s", text)
+
 
 _LOOK_SECONDS = 0.25
 _JOIN_SECONDS = 10.0

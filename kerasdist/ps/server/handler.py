@@ -9,8 +9,8 @@ to before the next one is read. A request's JSON object has under "do" the opera
     push    add a step's changes, and read             (the same)
     pull    read                                       (the same)
     claim   get the next number of a queue             (kerasdist.ps.server.batch_queue)
-    enter   join the others                            (kerasdist.ps.server.join)
-    split   report each server's share of a step       (kerasdist.ps.server.loads)
+    enter   join the others                            (kerasdist.ps.server.collectives)
+    split   report each server's share of a step       (kerasdist.ps.server.batch_queue)
     stats   statistics of tables and workers
 
 The reply is a REPLY, or a FAILURE whose "failure" the worker raises.
@@ -30,21 +30,17 @@ from kerasdist.ps.channel.channel import (
     ChannelSilent,
     Message,
 )
-from kerasdist.ps.layout import Layout
+from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Event, Membership, WorkerRecord
-from kerasdist.ps.server.batch_queue import BatchQueue
+from kerasdist.ps.server.batch_queue import BatchQueue, Load, loads_from_json
 from kerasdist.ps.server.collectives import ServerCollectives
-from kerasdist.ps.server.loads import Load, loads_from_json
-from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.snapshotter import Snapshotter
 from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.base import Aborted
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.log import background_log
-from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.wire.framing import Call, FrameType, unexpected
-from kerasdist.transport.wire.messages import to_json
+from kerasdist.transport.wire.framing import Call, FrameType, to_json, unexpected
 
 # No message has more numbers than this: 256 GB, or what the machine has.
 MOST_BYTES = min(1 << 38, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -8,14 +8,13 @@ from typing import Any
 
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ServerLost, WorkerLost
-from kerasdist.ps.layout import Layout
-from kerasdist.ps.server.loads import Load, loads_of, share_in_words
+from kerasdist.ps.layout import Layout, ServerSettings
+from kerasdist.ps.server.batch_queue import Load, loads_of, share_in_words
 from kerasdist.ps.server.server import ParameterServer
-from kerasdist.ps.settings import ServerSettings
-from kerasdist.transport.liveness.final_error import hand_over_final_error
+from kerasdist.transport.deadline import Timeouts
+from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.log import background_log
-from kerasdist.transport.timeouts import Timeouts
 
 _FLUSH_SECONDS = 1.0
 

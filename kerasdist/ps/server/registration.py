@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.ps.membership import WorkerRecord
-from kerasdist.ps.progress import Progress
+from kerasdist.ps.membership import Progress, WorkerRecord
 from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.transport.connection import Connection
 from kerasdist.transport.deadline import Deadline

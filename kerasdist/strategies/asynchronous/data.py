@@ -6,17 +6,17 @@ from typing import Any
 
 from kerasdist._keras import ArrayData, ItemData, StepTimer
 from kerasdist._tf.marks import OWN_DATA
-from kerasdist.placement.sizes import counted
-from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
-from kerasdist.strategies.asynchronous.sources import (
+from kerasdist.placement.advice import counted
+from kerasdist.strategies.asynchronous.dynamic_batches import (
     ArraySource,
     DatasetSource,
+    DynamicDataset,
     ItemSource,
     OwnSource,
     Source,
 )
+from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
-from kerasdist.strategies.asynchronous.workers import AsyncWorkers
 from kerasdist.strategies.data.auto_shard import own_part
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.reduce.workers import ReplicaLayout

@@ -1,25 +1,187 @@
 """The `tf.distribute` extended object of asynchronous workers.
 
-It has two views of the same workers, see `strategies.asynchronous.workers`.
+It has two views of the same workers, see `strategies.asynchronous.live_group`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from kerasdist._keras import KerasHooks
-from kerasdist.ps import ServerClient
+from kerasdist.ps import ServerClient, enter
 from kerasdist.strategies.asynchronous.data import DynamicData
-from kerasdist.strategies.asynchronous.epochs import AsyncEpochs
-from kerasdist.strategies.asynchronous.live_group import LiveJob
+from kerasdist.strategies.asynchronous.live_group import (
+    AsyncWorkers,
+    LiveJob,
+    WorkersChanged,
+)
 from kerasdist.strategies.asynchronous.loop import DynamicLoop
 from kerasdist.strategies.asynchronous.tables import SharedTables
-from kerasdist.strategies.asynchronous.workers import AsyncWorkers
+from kerasdist.strategies.data.batch_split import different_batches
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
+from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.sync.extended import SynchronousExtended
+
+# The epochs of asynchronous workers.
+#
+# Within an epoch a worker requests nothing of the others but the number of the next
+# batch: each worker is at another step. They meet where an epoch begins and ends:
+#
+#     begin    weights that callbacks have changed are rank 0's
+#     end      1. all meet, and exchange how many steps they took
+#              2. all take the servers' weights, which now include all steps
+#              3. all meet again, so that none continues before all have the weights
+#              4. statistics (BatchNormalization's) are averaged over the workers, by
+#                 their numbers of steps; Keras sums the state of its metrics
+#     gate     after the callbacks, if there's another epoch: a late worker may join; it
+#              gets the others' statistics, rate and place in the data
+#
+# Before it has joined, a late worker is alone: it can evaluate by itself, but not
+# train.
+
+
+class AsyncEpochs:
+    """The epochs of one strategy; its hooks in Keras's loops.
+
+    Args:
+        workers: The workers, and this worker's replicas.
+        weights: The weights that they train.
+        data: The batches that they train on.
+
+    Attributes:
+        weights, data: See above.
+        steps_of_all: How many steps all workers took in the last epoch that has ended.
+    """
+
+    def __init__(
+        self, workers: AsyncWorkers, weights: SharedTables, data: DynamicData
+    ) -> None:
+        self._workers = workers
+        self._consensus = Consensus(workers)
+        self.weights = weights
+        self.data = data
+        self.steps_of_all = 0
+        self._divided_over = workers.live.ranks
+        # Whether the workers' states may differ.
+        self._mixed = workers.client.joining
+
+    def has_own_state(self) -> bool:
+        """Take the others' weights; return whether the rest of the state may differ.
+
+        All workers call it.
+        """
+        self.weights.settle("begins `fit`")
+        differs = self.data.datasets > 1 or self.weights.has_begun
+        return self._consensus.any_of(differs)
+
+    def end_epoch(self, statistics: Sequence[Any]) -> None:
+        """Meet at the end of an epoch of training.
+
+        Afterwards all have the same weights, and the same `statistics`.
+        """
+        present = self.data.present
+        steps = 0 if present is None else present.steps
+        evidence = {} if present is None else present.source.evidence
+        every = self._facts({"steps": steps, "evidence": evidence})
+        # A worker may be missing in the next collective.
+        ranks = self._workers.communicator.ranks
+        self.weights.pull()
+        self._workers.communicator.barrier()
+        compare_evidence(ranks, [facts["evidence"] for facts in every])
+        self.steps_of_all = sum(facts["steps"] for facts in every)
+        if self.steps_of_all:
+            self._consensus.average(statistics, steps / self.steps_of_all)
+
+    def _facts(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+        gathered = self._workers.communicator.all_gather(text)
+        return [json.loads(each.tobytes()) for each in gathered]
+
+    @property
+    def joining(self) -> bool:
+        """Whether this worker has started late, and hasn't joined the others."""
+        return self._workers.client.joining
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a custom loop is in a pass over a distributed dataset."""
+        return bool(self._workers.passes)
+
+    def admit(self, epoch: int, known: dict[str, Any], statistics: Any) -> None:
+        """Let late workers join before another epoch.
+
+        Args:
+            epoch: Its number.
+            known: Facts about the trainer for late workers.
+            statistics: As in `end_epoch`; late workers get those of the others.
+        """
+        present = self.data.present
+        if present is None or len(self._workers.client.peers) == 1:
+            return
+        offset, fits = self.weights.offset, self._workers.client.fits
+        facts: dict[str, Any] = {"fit": fits, "epoch": epoch, "offset": offset}
+        facts |= {"data": present.facts(), "known": known}
+        if self._workers.live.join_barrier(facts):
+            self._mixed = True
+            self._give(statistics, 1.0)
+
+    def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
+        """Join the others; return the epoch that begins, and their facts."""
+        entry = enter(self._workers.client, self._workers.client.fits)
+        self._workers.live.enter(entry.met, entry.ranks)
+        facts = entry.facts
+        if self.data.newest is not None:
+            self.data.newest.join(facts["data"])
+        self._give(statistics, 0.0)
+        self.weights.join(int(facts["offset"]))
+        return int(facts["epoch"]), dict(facts["known"])
+
+    def _give(self, statistics: Sequence[Any], weight: float) -> None:
+        """Set all to the mean over the workers that have trained."""
+        mine = [np.float64(weight)]
+        total = float(self._workers.communicator.all_reduce(mine)[0])
+        if total:
+            self._consensus.average(statistics, weight / total)
+
+    def evaluate(self, call: Callable[[bool], Any], retrace: Callable[[], None]) -> Any:
+        """Evaluate or predict on all workers.
+
+        `call` does it; its argument is whether the data must be divided again, and it
+        may be called several times. `retrace` drops functions that were traced for
+        other workers.
+        """
+        live = self._workers.live
+        self.weights.settle("evaluates or predicts")
+        all_workers = len(self._workers.client.peers)
+        while True:
+            if live.ranks != self._divided_over:
+                # Traced functions have divided the rows over other workers.
+                retrace()
+                self._divided_over = live.ranks
+            try:
+                with self._workers.collective_scope(), live.strict():
+                    return call(self._mixed or live.size < all_workers)
+            except (WorkersChanged, tf.errors.OpError):
+                if not live.changed:
+                    raise
+
+
+def compare_evidence(ranks: tuple[int, ...], evidence: list[dict[str, int]]) -> None:
+    """Raise an error if two of these ranks have noted different batches at a place."""
+    by_rank = dict(zip(ranks, evidence, strict=True))
+    for place in sorted({place for one in evidence for place in one}):
+        found = {rank: one[place] for rank, one in by_rank.items() if place in one}
+        first = next(iter(found))
+        others = [rank for rank, value in found.items() if value != found[first]]
+        if others:
+            raise different_batches(others, first)
 
 
 class AsyncExtended(SynchronousExtended):

@@ -15,19 +15,18 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist._keras import BatchIterable, GeneratorFacts, StepTimer
-from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
-from kerasdist._tf.graph.row_pipelines import RowPipeline
+from kerasdist._tf.graph.row_pipelines import RowPipeline, iterator_dataset
 from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.chief_data.comparison.content import Content, batch_of
+from kerasdist.strategies.chief_data.comparison.fingerprint import Content, batch_of
 from kerasdist.strategies.chief_data.comparison.origin import (
     Origin,
     of_dataset,
     of_generator,
 )
+from kerasdist.strategies.chief_data.encoding import chiefs_facts, size_of
 from kerasdist.strategies.chief_data.feed import ChiefFeed
-from kerasdist.strategies.chief_data.transfer import chiefs_facts, size_of
-from kerasdist.strategies.data.batch_check import checksum_of_batch, different_batches
-from kerasdist.strategies.data.messages import used
+from kerasdist.strategies.data.batch_split import checksum_of_batch, different_batches
+from kerasdist.strategies.data.item_codec import used
 from kerasdist.strategies.reduce.workers import Workers
 
 # Another order shows in the first batches, or almost never.

@@ -31,9 +31,9 @@ from kerasdist.strategies.chief_data.encoding import (
     decode,
     encode,
     pack,
+    size_of,
     unpack,
 )
-from kerasdist.strategies.chief_data.transfer import size_of
 from kerasdist.strategies.data.batch_split import slice_rows, with_facts
 from kerasdist.strategies.reduce.workers import Workers
 

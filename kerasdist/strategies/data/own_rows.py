@@ -22,8 +22,9 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist._tf.graph.row_pipelines import RowPipeline
-from kerasdist.strategies.data.batch_check import CHECKSUM, SameBatches
 from kerasdist.strategies.data.batch_split import (
+    CHECKSUM,
+    SameBatches,
     bounds_of_replica,
     reads_ahead,
     slice_rows,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kerasdist.collectives.ops import equal_part
-from kerasdist.placement.sizes import counted
+from kerasdist.placement.advice import counted
 
 
 @dataclass(frozen=True, kw_only=True)

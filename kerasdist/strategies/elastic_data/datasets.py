@@ -18,18 +18,155 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import BatchIterator, CountedData, RepeatableIterator
-from kerasdist._tf.graph.dataset_pipelines import iterator_dataset
-from kerasdist.strategies.data.batch_check import checksum_of_batch
+from kerasdist._keras import BatchIterator, CountedData, RepeatableIterator, StepTimer
+from kerasdist._tf.graph.row_pipelines import iterator_dataset
 from kerasdist.strategies.data.batch_split import (
+    SameBatches,
+    checksum_of_batch,
     count_rows,
+    different_batches,
     part_of_batch,
     reads_ahead,
 )
+from kerasdist.strategies.data.per_worker import PerWorkerDataset, PerWorkerIterator
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+
+# Datasets that are each worker's own, in a job whose workers may be lost.
+#
+# The others can't read a lost worker's data: what it hasn't trained on in this epoch is
+# skipped, and one line reports that. A dataset that is divided by file is divided among
+# the present workers at the beginning of each pass.
+
+
+class ElasticOwnData(PerWorkerDataset, CountedData):
+    """The iterable for Keras in place of a worker's own distributed dataset.
+
+    Args:
+        workers: The connected workers.
+        timer: Measures steps, and the time of waiting.
+        dataset: The worker's own dataset.
+
+    Attributes:
+        divide: Returns the worker's own part of data that all workers have; None: each
+            worker has its own in any case.
+        tell: Prints a line for the user, given its kind.
+    """
+
+    divide: Callable[[], Any] | None = None
+    tell: Callable[[str, str], None]
+
+    def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
+        super().__init__(workers, timer, dataset)
+        self._layout = workers.layout
+        self._lost = 0
+
+    def __iter__(self) -> PerWorkerIterator:
+        if self.divide is not None and self._layout != self._workers.layout:
+            self._layout = self._workers.layout
+            self._dataset = self.divide()
+        self.next_pass()
+        return _Pass(self._workers, self._timer, self._dataset, self._report)
+
+    def _report(self, lost: int) -> None:
+        self._lost += lost
+        text = (
+            f"kerasdist: {lost} worker(s) with data of their own were lost; their "
+            "batches that are left in this epoch are skipped."
+        )
+        if self.divide is not None:
+            text += " The next epoch's data are divided among the others."
+        self.tell(f"lost data {self._lost}", text)
+
+
+class _Nothing:
+    """An optional without a value, of any specification."""
+
+    def has_value(self) -> bool:
+        return False
+
+
+class _Pass(PerWorkerIterator):
+    """One pass over all present workers' own datasets."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        timer: StepTimer,
+        dataset: Any,
+        report: Callable[[int], None],
+    ) -> None:
+        super().__init__(workers, timer, dataset)
+        self._size = workers.size
+        self._report = report
+        self._paused = False
+        # A batch that was read for its form, and not yielded yet.
+        self._ahead: Any = None
+
+    def pause(self, paused: bool) -> bool:
+        """See `BatchIterator.pause`.
+
+        Data that are divided by file are divided again in the next pass.
+        """
+        if paused and self._last is None:
+            optional = self._iterator.get_next_as_optional()
+            if optional.has_value():
+                self._ahead, self._last = optional, optional.get_value()
+        self._paused = paused or self._by_file is True
+        return True
+
+    @property
+    def admits(self) -> bool:
+        """See `BatchIterator.admits`: the first batch by file is another collective."""
+        return self._paused or not self._by_file or self._last is not None
+
+    def _next_own(self) -> Any:
+        if self._paused:
+            return _Nothing()
+        ahead, self._ahead = self._ahead, None
+        return super()._next_own() if ahead is None else ahead
+
+    def _fetch(self) -> Any:
+        try:
+            return super()._fetch()
+        finally:
+            # At the end of the data, too, of which the lost worker may have had more.
+            before, self._size = self._size, self._workers.size
+            if self._size < before:
+                self._report(before - self._size)
+
+
+# The check that a worker which has joined reads the same batches as the others.
+
+
+class ElasticBatches(SameBatches):
+    """The check of an elastic job: a worker that has joined is wrong by itself.
+
+    If only such workers read other batches than those that were there before, these
+    continue. `join` has compared the training data, but not those of evaluations.
+    """
+
+    def _compare(self, checksum: Any) -> list[Any]:
+        communicator = self._workers.communicator
+        joined = getattr(communicator, "has_joined", False)
+        mine = np.array([checksum, joined], np.int64)
+        every = [tuple(each) for each in communicator.all_gather(mine)]
+        old = [number for number, later in every if not later]
+        right = (old or [number for number, _ in every])[0]
+        if any(number != right for number in old) or int(checksum) != right:
+            ranks = communicator.ranks
+            wrong = [
+                rank
+                for rank, (number, _) in zip(ranks, every, strict=True)
+                if number != right
+            ]
+            first = next(rank for rank in ranks if rank not in wrong)
+            self._workers.fault = self._explain(different_batches(wrong, first))
+            raise self._workers.fault
+        return [np.int64(checksum)]
 
 
 class ElasticDataset(CountedData):

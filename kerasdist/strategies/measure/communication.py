@@ -2,9 +2,190 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
+import time
+from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.ops import Array
 from kerasdist.transport.tracing import NAMES
+
+# Counts and times of steps, summed where the steps run: in a graph, or eagerly.
+
+# Counts of all steps, then counts and sums of times of the measured ones.
+STEPS, ROWS, MEASURED, UPDATES = range(4)
+BEGIN, READY, END, GRADIENTS, REDUCED = range(4, 9)
+SLOTS = 9
+# The number of a count's bits that are for samples.
+_BITS = 40
+
+
+class StepCounters:
+    """The sums, by the numbers above: one variable in host memory.
+
+    Args:
+        host: The name of the host's device.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._totals = _tf.own_variable(np.zeros(SLOTS), tf.float64, host)
+        # For steps that are only counted: steps in the upper bits, samples in the lower
+        # ones. As one number they cost one small operation in each step.
+        self._counted = _tf.own_variable(0, tf.int64, host)
+        self._seen = 0
+        # Times are relative to this: sums of small numbers are exact.
+        self._base = time.time()
+        self._eager = np.zeros(SLOTS)
+
+    def read(self) -> Array:
+        """Return all sums, float64 of shape (9,), times in seconds; eagerly.
+
+        After more than 16 million steps or 10^12 samples between two calls the sums are
+        wrong; the differences of later ones are right again.
+        """
+        now = int(self._counted.numpy())
+        new = (now - self._seen) % (1 << 64)  # int64 wraps around
+        self._seen = now
+        self._eager[STEPS] += new >> _BITS
+        self._eager[ROWS] += new & ((1 << _BITS) - 1)
+        return np.asarray(self._totals.numpy()) + self._eager
+
+    def count(self, rows: Any) -> None:
+        """Count one step with its number of samples, in a graph, on the host; int64."""
+        self._counted.assign_add(rows + (1 << _BITS), read_value=False)
+
+    def add(self, counts: dict[int, Any], times: dict[int, Any] | None = None) -> None:
+        """Add to the sums, in a graph, on the host; times are those of `time_after`."""
+        values, bases = [tf.constant(0, tf.float64)] * SLOTS, np.zeros(SLOTS)
+        for slot, count in counts.items():
+            values[slot] = tf.cast(count, tf.float64)
+        for slot, read in (times or {}).items():
+            values[slot], bases[slot] = read, self._base
+        self._totals.assign_add(tf.stack(values) - bases, read_value=False)
+
+    def add_eagerly(
+        self, counts: dict[int, Any], times: dict[int, float] | None = None
+    ) -> None:
+        """Add to the sums; times are those of `time.time`."""
+        for slot, count in counts.items():
+            self._eager[slot] += float(count)
+        for slot, read in (times or {}).items():
+            self._eager[slot] += read - self._base
+
+
+def time_after(values: Any) -> Any:
+    """Return the time when all tensors of a nest are ready; float64, scalar, in s."""
+    with tf.control_dependencies(_tensors(values)):
+        return tf.timestamp()
+
+
+def time_after_all(values: Any) -> Any:
+    """Return the time when all local replicas are ready; in replica context."""
+
+    def meet(strategy: Any, parts: Any) -> Any:
+        return time_after([strategy.experimental_local_results(part) for part in parts])
+
+    replica = tf.distribute.get_replica_context()
+    return replica.merge_call(meet, args=(_tensors(values),))
+
+
+def _tensors(values: Any) -> list[Any]:
+    flat = tf.nest.flatten(values, expand_composites=True)
+    return [value for value in flat if tf.is_tensor(value)]
+
+
+# The times of one worker's steps in a window.
+
+# The parts of a step, without the time between steps.
+PHASES = ("input", "compute", "pack", "exchange", "update")
+# All fields of a step that are determined from the measured steps.
+PARTS = (*PHASES, "late", "sent", "collectives", "reduced", "communicating")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Sums over the steps of one worker.
+
+    The phases follow each other: they add up to `seconds`. `steps`, `rows`, `seconds`
+    are of all steps; values measured in some of them are extrapolated to all.
+
+    Attributes:
+        rank: The worker's rank in the job.
+        steps: Number of steps.
+        rows: Number of samples that this worker has trained on.
+        seconds: From the beginning of the first step to the end of the last one,
+            without the time between epochs.
+        input: Seconds until the batch was ready.
+        compute: Seconds of the forward and backward pass.
+        pack: Seconds of copying data into the buffers that are sent.
+        exchange: Seconds of communication, without packing, that no computation
+            hides, including waiting for others.
+        update: Seconds of the optimizer's update.
+        outside: Seconds between the steps: callbacks, the progress bar, calls.
+        late: Seconds of `exchange` in which the others hadn't arrived yet, as far as
+            this worker can tell.
+        sent: Bytes that this worker has sent to other processes.
+        collectives: Number of collectives, or exchanges with servers.
+        reduced: Bytes of all buffers that were reduced.
+        communicating: Seconds of all collectives, also of those that computation hides.
+    """
+
+    rank: int
+    steps: float = 0.0
+    rows: float = 0.0
+    seconds: float = 0.0
+    input: float = 0.0
+    compute: float = 0.0
+    pack: float = 0.0
+    exchange: float = 0.0
+    update: float = 0.0
+    outside: float = 0.0
+    late: float = 0.0
+    sent: float = 0.0
+    collectives: float = 0.0
+    reduced: float = 0.0
+    communicating: float = 0.0
+
+    def to_array(self) -> Array:
+        """Return all numbers, float64."""
+        return np.array(dataclasses.astuple(self), np.float64)
+
+    @classmethod
+    def from_array(cls, array: Array) -> StepTimes:
+        """Return the times from the result of `to_array`."""
+        rank, *rest = (float(number) for number in array)
+        names = [field.name for field in dataclasses.fields(cls)][1:]
+        return cls(rank=int(rank), **dict(zip(names, rest, strict=True)))
+
+    def plus(self, other: StepTimes) -> StepTimes:
+        """Return the sums of both; the rank is this one's."""
+        total = self.to_array() + other.to_array()
+        return dataclasses.replace(self.from_array(total), rank=self.rank)
+
+
+def gather(
+    communicator: Communicator, mine: StepTimes, more: Array
+) -> tuple[list[StepTimes], list[Array]]:
+    """Give every worker's times to all workers, which call it at the same point.
+
+    Args:
+        communicator: The communicator of the workers.
+        mine: This worker's times.
+        more: Further numbers, float64; their count may differ between workers.
+
+    Returns:
+        All workers' times, and their other numbers, in rank order.
+    """
+    own = mine.to_array()
+    every = communicator.all_gather(np.concatenate([own, np.asarray(more, np.float64)]))
+    times = [StepTimes.from_array(part[: len(own)]) for part in every]
+    return times, [part[len(own) :] for part in every]
+
 
 _NANO = 1e-9
 

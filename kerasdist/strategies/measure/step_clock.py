@@ -10,9 +10,9 @@ one variable in host memory, which is read once in a window of many steps: sums 
 differences are differences of sums. So a step calls no Python for it, also if several
 steps are one execution of a graph.
 
-Of short steps not all are measured (`strategies.measure.sampling`): marks and recording
+Of short steps not all are measured: marks and recording
 would take a noticeable part of them (benchmarks/board_cost). So there's another graph
-(`_keras.training.instrumented_step`), with marks, which is called now and then; the
+(`_keras.training.train_step`), with marks, which is called now and then; the
 usual one always counts steps and rows. The number of steps and rows, and their total
 time, are those of all steps; the parts of a step are those of the measured ones.
 
@@ -30,6 +30,8 @@ when gradients are sent.
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,25 +43,166 @@ from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.ops import Array
 from kerasdist.strategies.data.batch_split import rows_of, split_part
-from kerasdist.strategies.measure.communication import SpanSums, Work
-from kerasdist.strategies.measure.counters import (
+from kerasdist.strategies.measure.communication import (
     BEGIN,
     END,
     GRADIENTS,
     MEASURED,
+    PARTS,
+    PHASES,
     READY,
     REDUCED,
     ROWS,
     SLOTS,
     STEPS,
     UPDATES,
+    SpanSums,
     StepCounters,
+    StepTimes,
+    Work,
     time_after,
     time_after_all,
 )
-from kerasdist.strategies.measure.sampling import Sampling, rows_for
-from kerasdist.strategies.measure.step_parts import parts_of_a_step
-from kerasdist.strategies.measure.step_times import PARTS, PHASES, StepTimes
+
+# The parts of one step, from its clocks and the communicator's spans.
+
+
+def parts_of_a_step(
+    sums: Array, spans: Work, *, inside: float | None, met: float, in_turn: bool
+) -> dict[str, float]:
+    """Return the times and bytes of one step, on average, by the names of `StepTimes`.
+
+    Args:
+        sums: The sums of the measured steps, see `measure.counters`; at least one step.
+        spans: The communication in them.
+        inside: Seconds inside of their calls, if those are several steps each.
+        met: Seconds in them of waiting for other workers before a step began.
+        in_turn: Whether waiting is for other workers, and not for servers at work.
+
+    Returns:
+        Seconds and bytes of a step, by the names in `step_times.PARTS`.
+    """
+    steps = sums[MEASURED]
+    begin, ready, end, gradients, reduced = (
+        float(sums[slot]) for slot in (BEGIN, READY, END, GRADIENTS, REDUCED)
+    )
+    running, exchange = end - ready, max(reduced - gradients, 0.0)
+    # Where the next batch is fetched within an execution, the fetch's end counts.
+    waiting = (ready - begin if inside is None else inside - running) - met
+    if sums[UPDATES] == steps:
+        compute, update = gradients - ready, end - reduced
+    else:
+        # With several optimizers in one step, or none, the rest can't be divided.
+        compute, update = running - exchange, 0.0
+    servers = min(spans.seconds("push_pull"), update or running)
+    if update:
+        update -= servers
+    else:
+        compute -= servers
+    exchange += servers
+    packing = spans.share("pack") * exchange
+    late = min(spans.late, exchange - packing) if in_turn else 0.0
+    found = {
+        "input": max(waiting, 0.0),
+        "compute": max(compute, 0.0),
+        "pack": packing,
+        "exchange": exchange - packing,
+        "update": max(update, 0.0),
+        "late": late,
+        "sent": spans.sent,
+        "collectives": spans.count,
+        "reduced": spans.reduced,
+        "communicating": spans.communicating,
+    }
+    return {name: float(value / steps) for name, value in found.items()}
+
+
+# The choice of the calls that are measured: rows of some, at random times.
+#
+#     counted   ● ● ● ● ●                 ● ● ● ● ● ●                 ● ● ●  ...
+#     warming             ●                           ●
+#     measured              ● ● ● ● ● ● ●               ● ● ● ● ● ● ●
+#
+# The first call of a row is slower than others, because the graph that measures hasn't
+# run for a while: it warms up. A row begins at random, so that periodic events (a slow
+# batch, a message) aren't met always or never; but the random numbers are the same on
+# all workers, so that workers that take each step together measure the same ones.
+
+# For calls up to this many seconds, the length of a row, including the warm-up. Longer
+# calls are all measured: that costs little (benchmarks/board_cost), and a second graph
+# of them may take long to trace.
+_ROWS = ((0.02, 8), (0.1, 3))
+# Seconds from one row to the next. A row costs up to a millisecond, most of it while
+# caches are filled for one graph and then for the other (benchmarks/board_cost).
+_SECONDS = 0.5
+# At most one call in this many is in a row.
+_SHARE = 5
+
+
+def rows_for(seconds: float) -> tuple[int, int]:
+    """Return the calls of a row and of a period, for calls that take `seconds`.
+
+    (0, 0) means that all are measured.
+    """
+    for most, row in _ROWS:
+        if 0 < seconds < most:
+            return row, max(math.ceil(_SECONDS / seconds), row * _SHARE)
+    return 0, 0
+
+
+class Sampling:
+    """Decides for each call whether it's measured; initially all are.
+
+    Attributes:
+        measured: Whether the current call is.
+        warming: Whether a measured call is a warm-up, and doesn't count.
+    """
+
+    def __init__(self) -> None:
+        self.measured, self.warming = True, False
+        self._chance = random.Random(0)
+        # The lengths of a row and a period, calls until the next row, left of this one.
+        self._calls = self._period = self._ahead = self._row = 0
+
+    def set(self, row: int, period: int) -> None:
+        """Set the number of calls in a row and in a period from here on.
+
+        All calls are measured if a period has no others. Otherwise the next one isn't:
+        it is preceded by the end of a window, which is no part of most steps.
+        """
+        others = period - row
+        self._calls, self._period = (row, period) if others > 0 else (0, 0)
+        self._row = 0
+        self._ahead = self._chance.randint(1, others) if self._period else 0
+
+    def next(self, *, asked: bool = False) -> bool:
+        """Begin the next call; `asked` requests its measurement.
+
+        Returns:
+            Whether it is measured.
+        """
+        before = self.measured
+        if self._ahead:
+            self._ahead -= 1
+            self.measured = False
+        else:
+            self._choose()
+        if asked and not self.measured:
+            # After a call that wasn't measured its graph warms up, too.
+            self.measured, self.warming = True, not before
+        return self.measured
+
+    def _choose(self) -> None:
+        self.measured, self.warming = True, False
+        if not self._period:
+            return
+        self.warming = not self._row
+        if self.warming:
+            self._row = self._calls
+        self._row -= 1
+        if not self._row:
+            # On average one row in a period.
+            self._ahead = self._chance.randint(0, 2 * (self._period - self._calls))
 
 
 class StepClock:

@@ -2,33 +2,206 @@
 
 1. The workers meet as for "tcp": secret, failure detector, a ring.
 2. Each starts TensorFlow's gRPC server, and adds the others to its cluster
-   (`kerasdist.strategies.native.server`).
+   (`kerasdist.strategies.native.communicator`).
 3. From then on TensorFlow transfers gradients, directly from graphs
    (`kerasdist.strategies.native.graph_ops`). Numpy arrays are sent by the ring.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf, errors
+from kerasdist._tf import remote
+from kerasdist.cluster.address import split_address
+from kerasdist.collectives import Communicator
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.failures import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.ops import Array, itemsize
 from kerasdist.strategies.local_sums.choice import communication_hint
-from kerasdist.strategies.native.deadlines import CollectiveDeadlines
-from kerasdist.strategies.native.server import is_serving, serve
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.rendezvous.bind import on_free_port
+from kerasdist.transport.rendezvous.open_servers import narrow, report_unprotected
 from kerasdist.transport.tracing import Recorder, now
 from kerasdist.transport.wire.framing import Call
+
+# This process's gRPC server, through which TensorFlow's collectives communicate.
+#
+# TensorFlow can start only one in a process, and never ends it. Each worker starts it
+# on a free port of its own; the ring that connects the workers already distributes the
+# addresses, and each adds all of them to its TensorFlow cluster.
+
+# Distinct from the keys that TensorFlow's own strategies count up from 1.
+_FIRST_GROUP = 0x4B44_0000
+# Each job has a group of the workers, and one of all replicas.
+_GROUPS_PER_JOB = 2
+
+
+class Server:
+    """The state of the server, as class attributes: there is one per process."""
+
+    rank: int | None = None
+    address = ""
+    workers: tuple[str, ...] = ()
+    next_group = _FIRST_GROUP
+
+
+def is_serving() -> bool:
+    """Return whether this process has started its server."""
+    return Server.rank is not None
+
+
+def serve(ring: Communicator) -> int:
+    """Join a job of TensorFlow's collectives, with all ranks of a ring.
+
+    Args:
+        ring: Connects the ranks.
+
+    Returns:
+        The first of the job's group keys, that of the workers. The next one is for
+        the job's replicas. No other job of these processes gets them.
+
+    Raises:
+        ClusterError: On all ranks, if one was a worker of another cluster before.
+            The ring can't be used any more.
+    """
+    remote.reach_directly(split_address(peer.address)[0] for peer in ring.peers)
+    host = ring.peers[ring.rank].address.rpartition(":")[0]
+    if Server.rank is None:
+        _start_server(ring.rank, host)
+    text = f"{Server.rank} {Server.address} {','.join(Server.workers)}".encode()
+    heard = ring.all_gather(np.frombuffer(text, np.uint8))
+    said = [part.tobytes().decode().split(" ") for part in heard]
+    workers = tuple(address for _, address, _ in said)
+    moved = [str(r) for r, (was, _, _) in enumerate(said) if was != str(r)]
+    known = {before for _, _, before in said}
+    if moved or known not in ({""}, {",".join(workers)}):
+        # A last collective, so that no rank leaves before all have reached this point.
+        # The first to leave ends the ring, but ranks interrupted by it know enough.
+        with contextlib.suppress(errors.CollectiveError):
+            ring.barrier()
+        raise errors.ClusterError(
+            "A process can be a worker of only one cluster with transport='native': "
+            "TensorFlow's server can't be started twice. "
+            f"Received: workers={workers}; before: {Server.workers}; ranks that had "
+            f"another rank before: {', '.join(moved) or 'none'}. Use another "
+            "transport, or start new processes."
+        )
+    if not Server.workers:
+        _tf.serve_collectives(ring.rank, dict(enumerate(workers)))
+        Server.workers = workers
+    (group,) = ring.all_reduce([np.int64(Server.next_group)], "max")
+    Server.next_group = int(group) + _GROUPS_PER_JOB
+    return int(group)
+
+
+def _start_server(rank: int, host: str) -> None:
+    """Start the server on a free port."""
+
+    def listen(port: int) -> None:
+        _tf.serve_collectives(rank, {rank: f"{host}:{port}"})
+
+    port = on_free_port(listen, tf.errors.UnknownError)
+    Server.rank, Server.address = rank, f"{host}:{port}"
+    narrowed = narrow(Server.address)
+    text = report_unprotected(Server.address, narrowed, os.environ)
+    _LOG.warning("kerasdist: %s", text)
+
+
+# Deadlines for TensorFlow's collectives.
+#
+# TensorFlow can put a time-out on each of its collectives, but keeps some 20 KB for
+# each until that has expired, even if it has ended: with ten minutes, gigabytes. So
+# the deadlines are kept here, and a thread ends collectives that are late.
+
+# Ending the late collective takes the thread at most about this long.
+_JOIN_SECONDS = 10.0
+
+
+class CollectiveDeadlines:
+    """The pending collectives, and a thread that reports a late one.
+
+    All have the same time limit, so that the first to begin is the first to be late.
+
+    Args:
+        name: Name of the thread.
+        late: Called once, from the thread, with the first collective that isn't
+            done at its deadline.
+    """
+
+    def __init__(self, name: str, late: Callable[[Call], None]) -> None:
+        self._late = late
+        self._changed = threading.Condition()
+        self._pending: dict[int, tuple[Call, Deadline]] = {}
+        self._stopped = False
+        self._closed = False
+        self._idle = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, call: Call, deadline: Deadline) -> None:
+        """Register a collective that begins.
+
+        Raises:
+            Aborted: `stop` was called.
+        """
+        with self._changed:
+            if self._stopped:
+                raise Aborted
+            self._pending[call.sequence] = call, deadline
+            # Otherwise the thread checks again at an earlier deadline: soon enough.
+            if self._idle:
+                self._changed.notify()
+
+    def end(self, sequence: int) -> None:
+        """Unregister one that is done or has failed; unknown ones are ignored."""
+        with self._changed:
+            self._pending.pop(sequence, None)
+
+    def stop(self) -> list[Call]:
+        """Allow no further collectives; return those that are pending."""
+        with self._changed:
+            self._stopped = True
+            return [call for call, _ in self._pending.values()]
+
+    def close(self) -> None:
+        """End the thread. Can be called twice."""
+        with self._changed:
+            self._stopped = self._closed = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        late = self._wait()
+        if late is not None:
+            self._late(late)
+
+    def _wait(self) -> Call | None:
+        with self._changed:
+            while not self._closed:
+                self._idle = not self._pending
+                if self._idle:
+                    self._changed.wait()
+                    continue
+                call, deadline = next(iter(self._pending.values()))
+                if deadline.expired:
+                    return call
+                self._changed.wait(deadline.remaining())
+        return None
+
 
 _LOG = logging.getLogger("kerasdist")
 _COLLECTIVE = re.compile(r"Collective ops is aborted|Collective(Reduce|Gather|Bcast)")
@@ -76,7 +249,7 @@ def group_options(key: int, size: int, device: str) -> dict[str, Any]:
         "group_size": size,
         "group_key": key,
         "communication_hint": communication_hint(device),
-        # See `kerasdist.strategies.native.deadlines`.
+        # See `kerasdist.strategies.native.communicator`.
         "timeout_seconds": 0,
     }
 

@@ -10,14 +10,68 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist import _keras
+from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts, called_layer
 from kerasdist._tf import gradient_placement
+from kerasdist._tf.graph import partition_graphs
 from kerasdist._tf.graph.partition_graphs import ran_graphs
-from kerasdist.placement.patterns import Patterns
-from kerasdist.placement.plan import Plan
+from kerasdist.placement.plan import Patterns, Plan
 from kerasdist.strategies.devices import resolve_devices
+from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
+
+# Micro-batches of a placed model: GPipe's schedule in TensorFlow's executor.
+
+
+def check_micro_batches(micro_batches: Any) -> int:
+    """Return the number of micro-batches.
+
+    Raises:
+        ValueError: It isn't a positive integer.
+    """
+    if (
+        not isinstance(micro_batches, int)
+        or isinstance(micro_batches, bool)
+        or micro_batches < 1
+    ):
+        raise ValueError(
+            "`micro_batches` must be a positive integer: into how many parts each "
+            f"batch is divided. Received: micro_batches={micro_batches!r}. Write 1 for "
+            "none, or 4 times the number of devices to keep them busy."
+        )
+    return micro_batches
+
+
+@contextlib.contextmanager
+def in_micro_batches(
+    micro_batches: int,
+    *,
+    rematerialize: bool = False,
+    clock: StageClock | None = None,
+) -> Iterator[None]:
+    """Call models on parts of the batch in a replica's step, in the block.
+
+    The stages then overlap, because a part depends only on itself; and they process the
+    parts in order.
+
+    Args:
+        micro_batches: The number of parts.
+        rematerialize: Whether activations are recomputed instead of kept.
+        clock: Measures the stages, if the step is measured.
+    """
+    graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    first = 0 if graph is None else len(graph.get_operations())
+    with (
+        _keras.dividing(micro_batches) as marks,
+        _keras.rematerializing(rematerialize),
+    ):
+        yield
+    if graph is None:
+        return
+    partition_graphs.order_parts(graph, marks.found)
+    if clock is not None and _keras.is_timed():
+        clock.mark(graph, first, marks.found)
+
 
 # Stands for an unknown dimension of a shape: mostly a batch's rows.
 _UNKNOWN_DIMENSION = 128

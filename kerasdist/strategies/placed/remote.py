@@ -46,12 +46,12 @@ from kerasdist.strategies.job import close_at_exit, forget
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.disconnect import disconnect
+from kerasdist.transport.rendezvous.bind import on_free_port
 from kerasdist.transport.rendezvous.open_servers import (
     narrow,
     report_unprotected,
     require_word,
 )
-from kerasdist.transport.rendezvous.ports import on_free_port
 from kerasdist.transport.rendezvous.probe import why_unreachable
 
 _LOG = logging.getLogger("kerasdist")

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kerasdist._tf.graph.graph_clocks import CLOCK
 from kerasdist._tf.graph.partition_graphs import RunNode
-from kerasdist.placement.sizes import human_bytes
+from kerasdist.placement.advice import human_bytes
 
 # Operations that compute nothing.
 _LIGHT = frozenset(

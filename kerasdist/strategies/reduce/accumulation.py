@@ -23,9 +23,8 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.strategies.reduce.buckets import in_buckets
-from kerasdist.strategies.reduce.gradients import narrow, widen
-from kerasdist.strategies.reduce.indexed_slices import rows_of, sum_over_workers
+from kerasdist.strategies.reduce.gradients import in_buckets, narrow, widen
+from kerasdist.strategies.reduce.sparse_parts import rows_of, sum_over_workers
 from kerasdist.strategies.reduce.workers import Workers
 
 

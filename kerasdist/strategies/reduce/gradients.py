@@ -13,11 +13,46 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.strategies.reduce.buckets import in_buckets
-from kerasdist.strategies.reduce.indexed_slices import sum_of_slices
-from kerasdist.strategies.reduce.replicas import sum_once_per_worker, sum_over_replicas
-from kerasdist.strategies.reduce.sparse_parts import SplitGradients
-from kerasdist.strategies.reduce.workers import Workers
+from kerasdist.strategies.reduce.sparse_parts import SplitGradients, sum_of_slices
+from kerasdist.strategies.reduce.workers import (
+    Workers,
+    sum_once_per_worker,
+    sum_over_replicas,
+)
+
+# The division of gradients into buckets, each sent by a collective of its own.
+#
+# The backward pass computes the gradients of the last layers first, so those are in the
+# first bucket, which is sent while the rest of the pass still runs: TensorFlow starts a
+# collective as soon as its own inputs are computed.
+#
+#     computing    | grad D | grad C | grad B | grad A |            | update
+#     on the wire           |  bucket D, C    |   bucket B, A       |
+
+
+def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Divide gradients into buckets, from the last one to the first.
+
+    The result depends only on numbers that are the same on all workers, and so do the
+    buckets' contents and order.
+
+    Args:
+        sizes: Bytes of each gradient.
+        limit: Maximum bytes of a bucket; a larger gradient has a bucket of its own.
+
+    Returns:
+        Indices of gradients, by bucket, in the order in which buckets are sent.
+    """
+    result: list[list[int]] = []
+    room = 0
+    for index in reversed(range(len(sizes))):
+        if not result or sizes[index] > room:
+            result.append([])
+            room = limit
+        result[-1].append(index)
+        room -= sizes[index]
+    return result
+
 
 # Up to this size the last bucket is sent with the slices, by one collective.
 _MOST_BESIDE_BYTES = 64 << 10
@@ -56,10 +91,10 @@ def reduce_gradients(
         clipping takes the norm of them all. So slices of tokens stay unchanged, those
         of all replicas, in replica order; slices that one process has once are added
         up: see
-        `kerasdist.strategies.reduce.index_origin`. If the optimizer is `linear` in
+        `kerasdist.strategies.reduce.sparse_parts`. If the optimizer is `linear` in
         the slices they are added up anyway, before they are sent, and sent as a
         whole table where that is less: see
-        `kerasdist.strategies.reduce.indexed_slices`.
+        `kerasdist.strategies.reduce.sparse_parts`.
     """
     if workers.is_alone:
         return [*gradients, *beside]

@@ -14,20 +14,328 @@ values that don't belong together would be added up: so a checksum is sent with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.strategies.reduce.index_origin import (
-    FIXED,
-    KEYED,
-    ROWS,
-    Part,
-    parts_of,
-)
+from kerasdist._tf.graph import tensor_origins
+from kerasdist.strategies.reduce.workers import Workers
+
+# Sums of IndexedSlices over the workers: one exchange for all tables.
+#
+# Slices are the gradient of an embedding: rows of a table, by their indices, some of
+# which occur more than once. In one collective all workers get the slices of all
+# tables, and small dense gradients are reduced beside them: see
+# `kerasdist.collectives.row_exchange`.
+#
+# An optimizer that is linear in the slices may be given the sum of those of one index.
+# Each worker adds up its own first, where that pays:
+#
+#     between hosts     always: fewer bytes are sent
+#     inside a host     if that leaves at most `_FEW` of them: sending costs little, but
+#                       every worker updates its table with each slice
+#
+# and if all workers have done so, and their slices are more bytes than the table has,
+# the table is summed as a whole.
+#
+# Not every optimizer may be given that: Adam squares each slice by itself, and
+# clipping takes the norm of the separate slices. Such an optimizer must get the slices
+# of a single process, see `kerasdist.strategies.reduce.gradients`.
+
+# The part of the slices that may be left for the sum to be cheaper: TensorFlow takes
+# several times longer to update a row than to add one up, see benchmarks/fit.
+_FEW = 0.85
+
+
+def add_up(slices: Any) -> Any:
+    """Return IndexedSlices with one slice per index, for those with several."""
+    indices, places = tf.unique(slices.indices)
+    return _added(slices, indices, places)
+
+
+def _added(slices: Any, indices: Any, places: Any) -> Any:
+    values = slices.values
+    # Sums of 16 bits are computed in 32.
+    wide = tf.cast(values, tf.float32) if values.dtype.size < 4 else values
+    sums = tf.math.unsorted_segment_sum(wide, places, tf.size(indices))
+    return tf.IndexedSlices(tf.cast(sums, values.dtype), indices, slices.dense_shape)
+
+
+def _added_if_few(slices: Any) -> tuple[Any, Any]:
+    """Return slices, added up if that leaves few of them, and whether they are."""
+    indices, places = tf.unique(slices.indices)
+    number = tf.cast(tf.size(slices.indices), tf.float32)
+    few = tf.cast(tf.size(indices), tf.float32) <= _FEW * number
+
+    def added() -> tuple[Any, Any]:
+        sums = _added(slices, indices, places)
+        return sums.values, sums.indices
+
+    values, indices = tf.cond(few, added, lambda: (slices.values, slices.indices))
+    if not _tf.executing_eagerly():
+        values.set_shape([None, *slices.values.shape[1:]])
+        indices.set_shape([None])
+    return tf.IndexedSlices(values, indices, slices.dense_shape), few
+
+
+def rows_of(table: Any, dtype: Any = tf.int64) -> Any:
+    """Return the rows of a tensor that aren't 0, as IndexedSlices.
+
+    Args:
+        table: A tensor of at least one dimension.
+        dtype: The dtype of the indices.
+    """
+    there = tf.not_equal(table, 0)
+    if table.shape.rank > 1:
+        there = tf.reduce_any(there, axis=list(range(1, table.shape.rank)))
+    indices = tf.where(there)[:, 0]
+    return tf.IndexedSlices(
+        tf.gather(table, indices), tf.cast(indices, dtype), tf.shape(table, tf.int64)
+    )
+
+
+def sum_over_workers(workers: Workers, slices: Sequence[Any]) -> list[Any]:
+    """Sum slices over the workers.
+
+    Args:
+        workers: The workers that reduce together.
+        slices: This worker's IndexedSlices, host tensors, one slice per index.
+
+    Returns:
+        The sums, the same on all workers: one slice per index if they were sent as a
+        table, otherwise possibly several.
+    """
+    if workers.size == 1 or not slices:
+        return list(slices)
+    once = [tf.constant(True)] * len(slices)
+    return workers.ops.exchange_rows(slices, once=once)[0]
+
+
+def sum_of_slices(
+    workers: Workers,
+    slices: Sequence[Any],
+    there: Any,
+    *,
+    linear: bool = False,
+    dense: Sequence[Any] = (),
+    beside: Sequence[Any] = (),
+    step: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """Sum slices over all replicas, in replica context.
+
+    Args:
+        workers: The workers that reduce together.
+        slices: This replica's IndexedSlices.
+        there: 1; or 0 for a replica without rows, which adds nothing.
+        linear: Whether slices of one index may be added up.
+        dense: Small dense gradients whose sums are wanted, too, for workers of one
+            replica.
+        beside: Small host tensors whose sums are wanted, likewise.
+        step: Whether an optimizer step begins with it.
+
+    Returns:
+        IndexedSlices; then sums.
+    """
+    host = workers.host
+
+    def exchange(slices: list[Any], there: Any) -> tuple[list[Any], Any]:
+        once: list[Any] = []
+        if linear and workers.ops.shares_memory:
+            pairs = [_added_if_few(each) for each in slices]
+            slices, once = [list(each) for each in zip(*pairs, strict=True)]
+        elif linear:
+            slices = [add_up(each) for each in slices]
+            once = [tf.constant(True)] * len(slices)
+        if workers.size == 1:
+            return slices, []
+        return workers.ops.exchange_rows(
+            *(slices, there), once=once, dense=dense, beside=beside, step=step
+        )
+
+    if len(workers.devices) == 1:
+        with tf.device(host):
+            return exchange(list(slices), there)
+
+    def merge(_: Any, there: Any, *slices: Any) -> Any:
+        with tf.device(host):
+            present = workers.local(there)
+            joined = [_joined(workers.local(s), present) for s in slices]
+            reduced, _ = exchange(joined, tf.constant(1))
+        return [_tf.broadcast_to_devices(each, workers.devices) for each in reduced]
+
+    replica = tf.distribute.get_replica_context()
+    return list(replica.merge_call(merge, args=(there, *slices))), []
+
+
+def _joined(parts: list[Any], present: list[Any]) -> Any:
+    """Concatenate the replicas' slices; those without rows contribute none."""
+    values = []
+    indices = []
+    for part, there in zip(parts, present, strict=True):
+        kept = tf.where(there > 0, tf.shape(part.indices)[0], 0)
+        values.append(part.values[:kept])
+        indices.append(part.indices[:kept])
+    return tf.IndexedSlices(
+        tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape
+    )
+
+
+# Parts of IndexedSlices, by the origin of their indices.
+#
+# How slices of several replicas are combined follows from the slices that one process
+# would have, which the graph of a step shows, and not from the indices' values:
+#
+#     FIXED    nothing of the batch (`arange(T)`, a table of distances): one process has
+#              this vector once, with the sum of all rows' values at each of its places
+#     KEYED    the same, but as long as a sequence of the batch, which isn't known when
+#              the step is traced; or each index once, because slices were added up over
+#              the batch (the kernel of a `Dense` on sparse input): one slice per index
+#     ROWS     all others, an embedding's tokens: one process has those of all rows
+#
+# A table that is looked up in several ways has a gradient of several parts.
+
+FIXED = "fixed"
+KEYED = "keyed"
+ROWS = "rows"
+
+# Results of operations that have each index once, by operation.
+_ONCE = {
+    *((f"Unique{kind}", 0) for kind in ("", "V2", "WithCounts", "WithCountsV2")),
+    *((f"SparseSegment{kind}GradV2", 1) for kind in ("Mean", "SqrtN", "Sum")),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a gradient's slices.
+
+    Attributes:
+        kind: `FIXED`, `KEYED` or `ROWS`.
+        values: A tensor of shape `(n, ...)`.
+        indices: An integer tensor of shape `(n,)`.
+    """
+
+    kind: str
+    values: Any
+    indices: Any
+
+
+def parts_of(slices: Any) -> list[Part]:
+    """Split slices into their parts, in order.
+
+    Args:
+        slices: IndexedSlices of the graph that is traced; eager ones are `ROWS`,
+            because their origin isn't known.
+    """
+    if isinstance(slices.indices, tf.__internal__.EagerTensor):
+        return [Part(ROWS, slices.values, slices.indices)]
+    pieces = list(_pieces(slices.indices))
+    kinds = [_kind(piece) for piece in pieces]
+    if len(set(kinds)) == 1 and kinds[0] != KEYED:
+        return [Part(kinds[0], slices.values, slices.indices)]
+    values = _split(slices.values, pieces)
+    indices = _split(slices.indices, pieces)
+    return [Part(*part) for part in zip(kinds, values, indices, strict=True)]
+
+
+def _before(operation: Any) -> Any | None:
+    """Return the input that an operation passes on in order; or None."""
+    kind = operation.type
+    if kind in tensor_origins.SAME_NUMBERS:
+        return operation.inputs[0]
+    if kind == "SelectV2" and operation.inputs[0].op.type == "Less":
+        # Keras replaces indices that count from the end by those from the start.
+        return operation.inputs[2]
+    return None
+
+
+def _pieces(indices: Any) -> Iterator[Any]:
+    """Yield the vectors that a vector was concatenated from, in order.
+
+    Each is yielded unchanged, because its shape is used in `_is_repeated`.
+    """
+    tensor = indices
+    while not isinstance(tensor, tf.__internal__.EagerTensor):
+        before = _before(tensor.op)
+        if before is None:
+            break
+        tensor = before
+    else:
+        yield tensor
+        return
+    inputs = tensor.op.inputs
+    if tensor.op.type == "ConcatV2" and tensor_origins.constant(inputs[-1]) == 0:
+        for piece in inputs[:-1]:
+            yield from _pieces(piece)
+    else:
+        yield tensor
+
+
+def _split(tensor: Any, pieces: list[Any]) -> list[Any]:
+    """Split a tensor along its first dimension as its indices were concatenated."""
+    if len(pieces) == 1:
+        return [tensor]
+    operation = tensor.op
+    if operation.type == "ConcatV2" and len(operation.inputs) == len(pieces) + 1:
+        return list(operation.inputs[:-1])
+    return list(tf.split(tensor, [tf.size(piece) for piece in pieces]))
+
+
+def _kind(piece: Any) -> str:
+    if isinstance(piece, tf.__internal__.EagerTensor):
+        return ROWS if _is_repeated(piece) else FIXED
+    origin = tensor_origins.origin_of(piece)
+    if origin == tensor_origins.FIXED:
+        if _is_repeated(piece):
+            return ROWS
+        return FIXED if piece.shape.is_fully_defined() else KEYED
+    if origin == tensor_origins.SHAPES and _is_as_long_as_a_row(piece):
+        return KEYED
+    return KEYED if _is_unique(piece) else ROWS
+
+
+def _is_unique(piece: Any) -> bool:
+    """Return whether each index occurs once, because slices were added up."""
+    tensor = tensor_origins.behind(piece, _before)
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return False
+    return (tensor.op.type, tensor.value_index) in _ONCE
+
+
+def _is_repeated(piece: Any) -> bool:
+    """Return whether each row of a batch of known size looks up the same indices."""
+    return _repeats(tensor_origins.constant(piece), piece)
+
+
+def _repeats(value: Any | None, piece: Any) -> bool:
+    if value is None or value.ndim < 2 or not len(value):
+        return False
+    if len(value) == 1:
+        # Repeated once: scripts do that only for a batch.
+        eager = isinstance(piece, tf.__internal__.EagerTensor)
+        return not eager and piece.op.type in ("BroadcastTo", "Tile")
+    return bool(np.all(value == value[:1]))
+
+
+def _is_as_long_as_a_row(piece: Any) -> bool:
+    """Return whether a vector made from shapes doesn't depend on the number of rows.
+
+    TensorFlow computes its values for a batch of 5 rows, and for one of 7. Where the
+    number of rows is known when the step is traced, they have the same length,
+    repeated.
+    """
+    few, more = (
+        tensor_origins.constant(tensor_origins.RebuiltGraph(rows).tensor(piece))
+        for rows in (5, 7)
+    )
+    if few is None or more is None or not np.array_equal(few, more):
+        return False
+    return not _repeats(few, piece)
+
 
 _DIFFERENT = (
     "Workers look up different rows of a table, by indices that don't depend on the "

@@ -8,8 +8,10 @@ rows          |...|...|  |...|...|   of each global batch, in this order
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
@@ -17,6 +19,129 @@ from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+
+# Reductions over the replicas of all workers, as `tf.distribute` defines them.
+
+
+def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
+    """Sum each tensor over all replicas, in replica context."""
+    if workers.is_alone:
+        return list(tensors)
+    return reduce_in_replicas(workers, _tf.ReduceOp.SUM, list(tensors))
+
+
+def sum_once_per_worker(workers: Workers, gradients: list[Any]) -> list[Any]:
+    """Sum over all replicas, in replica context, as Keras's optimizers do.
+
+    Keras's tests require that a value that is one object on all replicas of a worker
+    counts once. `sum_over_replicas` counts it for each replica.
+    """
+
+    def once(value: Any) -> list[Any]:
+        local = workers.local(value)
+        if isinstance(value, _tf.DistributedValues):
+            return local
+        return [local[0], *(tf.zeros_like(tensor) for tensor in local[1:])]
+
+    return reduce_in_replicas(workers, _tf.ReduceOp.SUM, gradients, once)
+
+
+def reduce_in_replicas(
+    workers: Workers,
+    reduce_op: Any,
+    flat: list[Any],
+    spread: Callable[[Any], list[Any]] | None = None,
+) -> list[Any]:
+    """Reduce each replica's values, in replica context.
+
+    Args:
+        workers: The workers that reduce together.
+        reduce_op: TensorFlow's `ReduceOp`.
+        flat: One tensor or IndexedSlices for each result.
+        spread: Makes one value per replica; by default `Workers.local`.
+    """
+    if len(workers.devices) == 1:
+        # With no other replica to wait for there's no merge call, which couldn't
+        # be inside `tf.cond`.
+        values = [_tf.tensor_or_slices(value) for value in flat]
+        found = _over_devices(workers, values)
+        sums = over_workers(workers, values) if found is None else found
+        return [finish(workers, reduce_op, total) for total in sums]
+
+    def merge(_: Any, *values: Any) -> Any:
+        local = [(spread or workers.local)(v) for v in values]
+        sparse = any(isinstance(v[0], tf.IndexedSlices) for v in local)
+        sums = None if sparse else workers.ops.reduce_replicas(local)
+        if sums is not None:
+            return [_mirror(workers, reduce_op, totals) for totals in sums]
+        totals = over_workers(
+            workers, [local_sum(workers, _tf.regroup(v)) for v in local]
+        )
+        return [
+            _tf.broadcast_to_devices(finish(workers, reduce_op, total), workers.devices)
+            for total in totals
+        ]
+
+    replica = tf.distribute.get_replica_context()
+    return list(replica.merge_call(merge, args=tuple(flat)))
+
+
+def _over_devices(workers: Workers, values: list[Any]) -> list[Any] | None:
+    """Sum on the devices where workers with several replicas do that, too."""
+    # Eagerly those can't.
+    if _tf.executing_eagerly() and workers.replicas != workers.size:
+        return None
+    if workers.size == 1 or any(isinstance(v, tf.IndexedSlices) for v in values):
+        return None
+    sums = workers.ops.reduce_replicas([[value] for value in values])
+    return None if sums is None else [total for (total,) in sums]
+
+
+def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
+    """Finish a reduction whose sums are on each device already."""
+    finished = []
+    for device, total in zip(workers.devices, totals, strict=True):
+        with tf.device(device):
+            finished.append(finish(workers, reduce_op, total))
+    return _tf.mirrored(finished)
+
+
+def local_sum(workers: Workers, value: Any) -> Any:
+    """Return the sum over this worker's replicas, on the host."""
+    local = workers.local(value)
+    with tf.device(workers.host):
+        if len(local) == 1:
+            return local[0]
+        if all(isinstance(tensor, tf.IndexedSlices) for tensor in local):
+            return tf.IndexedSlices(
+                tf.concat([slices.values for slices in local], 0),
+                tf.concat([slices.indices for slices in local], 0),
+                local[0].dense_shape,
+            )
+        return tf.add_n([tf.convert_to_tensor(tensor) for tensor in local])
+
+
+def over_workers(workers: Workers, tensors: list[Any]) -> list[Any]:
+    """Sum over the workers: dense ones at once, slices by gathering them."""
+    if workers.size == 1:
+        return tensors
+    dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
+    slices = [t for t in tensors if isinstance(t, tf.IndexedSlices)]
+    reduced = iter(workers.ops.all_reduce(dense) if dense else ())
+    gathered = iter(workers.ops.exchange_rows(slices)[0] if slices else ())
+    return [
+        next(gathered if isinstance(t, tf.IndexedSlices) else reduced) for t in tensors
+    ]
+
+
+def finish(workers: Workers, reduce_op: Any, total: Any) -> Any:
+    """Divide a sum by the number of replicas, if the mean is requested."""
+    if reduce_op != _tf.ReduceOp.MEAN:
+        return total
+    if isinstance(total, tf.IndexedSlices):
+        mean = finish(workers, reduce_op, total.values)
+        return tf.IndexedSlices(mean, total.indices, total.dense_shape)
+    return total / tf.cast(workers.replicas, total.dtype)
 
 
 class ReplicaLayout(NamedTuple):

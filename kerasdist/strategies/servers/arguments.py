@@ -9,7 +9,7 @@ from typing import Any
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.ps import ServerSettings
 from kerasdist.ps.client.client import TRANSPORTS
-from kerasdist.ps.settings import MODES
+from kerasdist.ps.layout import MODES
 from kerasdist.strategies.elasticity import (
     Elasticity,
     elasticity,
@@ -17,8 +17,7 @@ from kerasdist.strategies.elasticity import (
     refuse_option,
 )
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.role.cluster_resolver import given_cluster
-from kerasdist.strategies.role.mpi_processes import refuse_mpi
+from kerasdist.strategies.role.cluster_resolver import given_cluster, refuse_mpi
 from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task

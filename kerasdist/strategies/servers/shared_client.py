@@ -11,6 +11,7 @@ wait for this worker any longer; the next one of the script uses the same connec
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,45 @@ from kerasdist.cluster import Cluster
 from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.ps import Event, ServerClient
 from kerasdist.transport import Timeouts
+from kerasdist.transport.log import background_log
+
+# The events of other workers, recorded and logged.
+
+
+class EventLog:
+    """Records events of workers, and reports them in the log, since the others go on.
+
+    Args:
+        events: The list to append to.
+    """
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def __call__(self, event: Event) -> None:
+        """Record an event."""
+        self._events.append(event)
+        _log_event(event)
+
+
+def _log_event(event: Event) -> None:
+    if event.kind == "lost":
+        background_log.log(
+            logging.WARNING,
+            "kerasdist: rank %d (%s) was lost at step %d: %s. The others go on.",
+            event.rank,
+            event.address,
+            event.clock,
+            event.reason,
+        )
+    elif event.kind == "joined":
+        background_log.log(
+            logging.WARNING,
+            "kerasdist: rank %d (%s) is waiting; it joins at the end of an epoch.",
+            event.rank,
+            event.address,
+        )
+
 
 # Seconds to wait for servers in place of those that an error of this process ended.
 _AGAIN_SECONDS = 20.0

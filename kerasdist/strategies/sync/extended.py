@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._keras import GradientHooks, KerasHooks, OnceLogger, StateHooks
-from kerasdist._tf.facets import Facets
+from kerasdist._tf.marks import Facets
 from kerasdist._tf.variables import distribute_copies
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.job import StrategyJob
@@ -31,16 +31,15 @@ from kerasdist.strategies.reduce.consensus import Consensus, check_state
 from kerasdist.strategies.reduce.gradients import reduce_gradients
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 from kerasdist.strategies.reduce.initial_state import give_state, share_state
-from kerasdist.strategies.reduce.replicas import (
+from kerasdist.strategies.reduce.workers import (
+    Workers,
     finish,
     local_sum,
     over_workers,
     reduce_in_replicas,
     sum_over_replicas,
 )
-from kerasdist.strategies.reduce.workers import Workers
-from kerasdist.strategies.sync.data import SynchronousData
-from kerasdist.strategies.sync.data_sharing import SharingExtended
+from kerasdist.strategies.sync.data import SharingExtended, SynchronousData
 
 
 class SynchronousExtended(SharingExtended):

@@ -13,9 +13,11 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.job import StrategyJob, close_at_exit, forget
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.role.block import BlockStrategy
-from kerasdist.strategies.role.cluster_resolver import resolver_of
-from kerasdist.strategies.role.local_workers import local_ranks
+from kerasdist.strategies.role.cluster_resolver import (
+    BlockStrategy,
+    local_ranks,
+    resolver_of,
+)
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
 _Self = TypeVar("_Self", bound="DataParallelStrategy")

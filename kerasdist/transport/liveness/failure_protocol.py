@@ -2,12 +2,192 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import os
+import stat
+import sys
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
 from typing import Any, Protocol
 
 from kerasdist import errors
 from kerasdist.transport.base import Peer
+from kerasdist.transport.liveness.launcher_pipe import (
+    descriptor_in_words,
+    descriptor_named,
+)
 from kerasdist.transport.wire.framing import Call
+
+# The error that ends a script, passed to the launcher in a file.
+#
+# When one task fails, the others fail because of it. The chief writes to the terminal
+# directly, so its traceback, of an error with no more content than "rank 1 was lost",
+# would be printed before rank 1's own error, which the launcher shows. So `kerasdist
+# run` gives each task whose error output is shown at once an unnamed file, and
+#
+#     1. task       writes its last traceback into the file
+#     2. task       prints it too, unless the error follows from another task's loss
+#     3. launcher   shows the first failure's traceback, then a line for each other task
+#
+# Without that file, as in a job that `kerasdist run` didn't start, nothing changes.
+
+ERROR_VARIABLE = "KERASDIST_ERROR_FD"
+# Of a longer traceback (for instance of a RecursionError) the end is kept.
+_MOST_ERROR_CHARACTERS = 100_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinalError:
+    """The uncaught exception of one task.
+
+    Attributes:
+        text: Its traceback, as Python prints it.
+        message: Its class and message, the traceback's last lines.
+        consequence: Whether it only reports that another task was lost.
+    """
+
+    text: str
+    message: str
+    consequence: bool
+
+    def encode(self) -> bytes:
+        """Return the file's content, for `decode`."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> FinalError | None:
+        """Return the error in a file's content; None if there is none."""
+        try:
+            value = json.loads(data)
+            return FinalError(
+                text=str(value["text"]),
+                message=str(value["message"]),
+                consequence=bool(value["consequence"]),
+            )
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return None
+
+
+def final_exception() -> BaseException | None:
+    """Return the uncaught exception that has ended this script, in an exit handler."""
+    # `last_exc` since Python 3.12.
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
+
+def hand_over_final_error() -> None:
+    """Pass the exception that ends this process to the launcher.
+
+    Does nothing without a launcher, and where the script has set a `sys.excepthook` of
+    its own. Can be called twice.
+    """
+    named = os.environ.get(ERROR_VARIABLE, "")
+    descriptor = descriptor_named(named, stat.S_ISREG)
+    if descriptor is None or sys.excepthook is not sys.__excepthook__:
+        return
+    with contextlib.suppress(OSError):
+        os.set_inheritable(descriptor, False)
+
+    def hook(
+        kind: type[BaseException],
+        error: BaseException,
+        frames: TracebackType | None,
+    ) -> None:
+        consequence = isinstance(error, (errors.WorkerLost, errors.ServerLost))
+        text = "".join(traceback.format_exception(kind, error, frames))
+        message = "".join(traceback.format_exception_only(kind, error)).strip()
+        final = FinalError(
+            text=text[-_MOST_ERROR_CHARACTERS:],
+            message=message[:_MOST_ERROR_CHARACTERS],
+            consequence=consequence,
+        )
+        if not (_write(named, final.encode()) and consequence):
+            sys.__excepthook__(kind, error, frames)
+
+    sys.excepthook = hook
+
+
+def _write(named: str, data: bytes) -> bool:
+    """Write the file; return whether all of it was written."""
+    # Checked again: the script may have closed it, and opened another file.
+    descriptor = descriptor_named(named, stat.S_ISREG)
+    if descriptor is None:
+        return False
+    try:
+        return os.pwrite(descriptor, data, 0) == len(data)
+    except OSError:
+        return False
+
+
+# The launcher's list of tasks that have ended, and aren't started again.
+#
+# A worker of an elastic job that finds nothing at a task's address can't know whether
+# the task has ended, or hasn't started yet. The launcher knows. It keeps a byte for
+# each worker in a file without a name, which all tasks inherit: 1 if its process has
+# ended for good. A byte is written and read as a whole, so the file needs no lock.
+
+ENDED_VARIABLE = "KERASDIST_ENDED_FD"
+
+
+class EndedTaskList:
+    """The list, as the launcher writes it.
+
+    Args:
+        size: Number of workers.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._file = os.fdopen(os.memfd_create("kerasdist-ended"), "w+b", buffering=0)
+        self._file.write(bytes(size))
+
+    def fileno(self) -> int:
+        """Return the descriptor that tasks inherit."""
+        return self._file.fileno()
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variable that names the list to a task that inherits it."""
+        return {ENDED_VARIABLE: descriptor_in_words(self.fileno())}
+
+    def mark(self, rank: int, *, ended: bool) -> None:
+        """Note whether the process of a task has ended for good."""
+        os.pwrite(self.fileno(), bytes([ended]), rank)
+
+    def close(self) -> None:
+        """Close the launcher's descriptor."""
+        self._file.close()
+
+
+class EndedTasks:
+    """The list, as a worker reads it; empty if there is no launcher.
+
+    Args:
+        environ: The environment with `KERASDIST_ENDED_FD`; the process's by default.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        self._named = environ.get(ENDED_VARIABLE, "")
+        descriptor = descriptor_named(self._named, stat.S_ISREG)
+        if descriptor is not None:
+            # This process had to inherit it; processes of the script mustn't.
+            with contextlib.suppress(OSError):
+                os.set_inheritable(descriptor, False)
+
+    def read(self) -> frozenset[int]:
+        """Return the ranks of the tasks that have ended for good."""
+        # Checked again: the script may have closed it, and opened another file.
+        descriptor = descriptor_named(self._named, stat.S_ISREG)
+        if descriptor is None:
+            return frozenset()
+        try:
+            marks = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        except OSError:
+            return frozenset()
+        return frozenset(rank for rank, mark in enumerate(marks) if mark)
+
 
 _MOST_CHARACTERS = 4000
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from kerasdist.transport.membership.epochs import Decision, Member, Report, is_quorum
-from kerasdist.transport.membership.messages import Prepare, Promise
+from kerasdist.transport.membership.events import (
+    Decision,
+    Member,
+    Prepare,
+    Promise,
+    Report,
+    is_quorum,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

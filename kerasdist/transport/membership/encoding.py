@@ -16,10 +16,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.membership.epochs import Member
-from kerasdist.transport.membership.messages import Message
-from kerasdist.transport.wire.framing import MAX_CONTROL
-from kerasdist.transport.wire.messages import to_json
+from kerasdist.transport.membership.events import Member, Message
+from kerasdist.transport.wire.framing import MAX_CONTROL, to_json
 
 _KINDS: dict[str, type[Any]] = {
     kind.__name__: kind for kind in typing.get_args(Message)

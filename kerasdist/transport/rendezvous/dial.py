@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
-from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.forks import close_in_children
+from kerasdist.transport.deadline import Cancellation, Deadline
+from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.probe import look_up, why_unreachable
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
@@ -25,8 +24,8 @@ from kerasdist.transport.tls.credentials import Credentials
 from kerasdist.transport.tls.tls_socket import binding_of
 from kerasdist.transport.tls.upgrade import connect_tls, wrap_dialed
 from kerasdist.transport.wire import handshake
+from kerasdist.transport.wire.handshake import is_loopback
 from kerasdist.transport.wire.same_user import why_not_same_user
-from kerasdist.transport.wire.secret import is_loopback
 
 _Result = TypeVar("_Result")
 

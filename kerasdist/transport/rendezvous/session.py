@@ -18,15 +18,18 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.transport.base import Aborted, Peer
-from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.member import Member, host_key
-from kerasdist.transport.rendezvous.startup import Arrival, gather, report
-from kerasdist.transport.timeouts import Timeouts
-from kerasdist.transport.tls.protection import checked_secret
+from kerasdist.transport.rendezvous.startup import (
+    Arrival,
+    Member,
+    gather,
+    host_key,
+    report,
+)
+from kerasdist.transport.tls.credentials import checked_secret
 
 
 class Session:

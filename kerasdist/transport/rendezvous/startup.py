@@ -14,6 +14,8 @@ C: rank 0, the chief      W: every other rank
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -21,13 +23,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.transport.base import Aborted
-from kerasdist.transport.cancellation import Cancellation
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.base import Aborted, Peer
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.rendezvous.dial import PROBE_SECONDS, dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.member import Member
 from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
@@ -36,6 +37,69 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     ranks_in_words,
 )
 from kerasdist.transport.wire.framing import FrameType, unexpected
+
+# The record of one worker that all others have.
+
+
+def host_key() -> str:
+    """Return a text that is equal on two workers if they can share memory.
+
+    It has the running kernel, the mount of /dev/shm and the network namespace: so two
+    containers count as two hosts unless they share both, and so do the test
+    hosts that are namespaces of one machine.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        shm = os.stat("/dev/shm")
+        net = os.stat("/proc/self/ns/net")
+    except OSError:
+        return f"{socket.gethostname()}-{os.getpid()}"
+    return f"{boot}-{shm.st_dev}-{shm.st_ino}-{net.st_ino}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Member:
+    """The record of one worker.
+
+    Attributes:
+        rank: Its rank.
+        address: Its address in the cluster.
+        host: The identity of its host, see `host_key`.
+        unix_name: The name of its Unix socket.
+        pid: Its process number on its host.
+        replicas: Number of its replicas.
+    """
+
+    rank: int
+    address: str
+    host: str
+    unix_name: str
+    pid: int
+    replicas: int
+
+    @property
+    def peer(self) -> Peer:
+        """Its name in messages."""
+        return Peer(self.rank, self.address)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Member:
+        """Return the member that `dataclasses.asdict` wrote.
+
+        Raises:
+            ProtocolError: It isn't one.
+        """
+        kinds = {"rank": int, "address": str, "host": str}
+        kinds |= {"unix_name": str, "pid": int, "replicas": int}
+        if (
+            not isinstance(value, dict)
+            or value.keys() != kinds.keys()
+            or any(not isinstance(value[name], kinds[name]) for name in kinds)
+        ):
+            raise ProtocolError(f"A member record is damaged. Received: {value!r}.")
+        return cls(**value)
+
 
 # Seconds that the others wait longer than the chief, to get the chief's reasons.
 _GRACE_SECONDS = 8.0

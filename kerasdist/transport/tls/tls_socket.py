@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from kerasdist.transport.forks import close_in_children
+from kerasdist.transport.memory import close_in_children
 
 _Result = TypeVar("_Result")
 

@@ -18,12 +18,15 @@ import ssl
 
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.tls.credentials import VARIABLE, Credentials
-from kerasdist.transport.tls.reasons import why_not_verified, why_refused
+from kerasdist.transport.tls.credentials import (
+    VARIABLE,
+    Credentials,
+    why_not_verified,
+    why_refused,
+)
 from kerasdist.transport.tls.tls_socket import TlsSocket, wrap
-from kerasdist.transport.wire.framing import MAGIC, FrameType, pack_header
+from kerasdist.transport.wire.framing import MAGIC, FrameType, pack_header, write_frame
 from kerasdist.transport.wire.handshake import NEEDS_TLS
-from kerasdist.transport.wire.messages import write_frame
 
 _ACCEPTED = b"\x01"
 _MOST_DRAINED = 16

@@ -30,7 +30,7 @@ H("elsewhere").
 
 Frames that follow are authenticated with keys of this connection, H("keys of c") and
 H("keys of s"), each for the frames that this side sends
-(`kerasdist.transport.wire.frame_auth`); bulk data are not. Nothing is encrypted here:
+(`kerasdist.transport.wire.handshake`); bulk data are not. Nothing is encrypted here:
 the secret keeps foreign processes out of a job, it doesn't hide the gradients (RFC 2104
 for HMAC). With `KERASDIST_TLS` all of this is inside of a TLS connection
 (`kerasdist.transport.tls.upgrade`); a REFUSAL that holds "tls" tells a side without
@@ -41,16 +41,153 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import socket
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kerasdist.errors import AuthenticationError, ProtocolError
+from kerasdist.cluster.address import split_address
+from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.frame_auth import FrameAuthenticator
-from kerasdist.transport.wire.framing import VERSION, FrameType
-from kerasdist.transport.wire.messages import read_frame, to_json, write_frame
+from kerasdist.transport.wire.framing import (
+    VERSION,
+    FrameType,
+    read_frame,
+    to_json,
+    write_frame,
+)
+
+# The job's secret, and the conditions under which a job needs none.
+
+# A process that listens at an address of the job, or reads the network's traffic, can
+# try guesses against a proof for as long as it likes.
+_LEAST_BYTES = 16
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether only this machine can reach `"host:port"`, judged by its text."""
+    host = split_address(address)[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name, which the network resolves
+        return False
+
+
+def secret_fault(environ: Mapping[str, str]) -> str | None:
+    """Describe why the secret that is set can't be used; None if it can, or isn't set.
+
+    The text doesn't show the secret.
+    """
+    length = len(_bytes(environ))
+    if not 0 < length < _LEAST_BYTES:
+        return None
+    return (
+        f"KERASDIST_SECRET is too short. Received: {length} bytes, expected at least "
+        f"{_LEAST_BYTES}, which can't be guessed. Set it to the output of `openssl "
+        "rand -hex 32`, the same on all workers."
+    )
+
+
+def _bytes(environ: Mapping[str, str]) -> bytes:
+    return environ.get("KERASDIST_SECRET", "").encode("utf-8", "surrogateescape")
+
+
+def job_secret(workers: Sequence[str], environ: Mapping[str, str]) -> bytes:
+    """Return the secret that this job's workers prove to each other.
+
+    Args:
+        workers: The job's addresses.
+        environ: The environment, with `KERASDIST_SECRET` and `KERASDIST_INSECURE`.
+
+    Raises:
+        ClusterError: The secret is too short; or there is none, an address can be
+            reached from other machines, and the user hasn't opted out.
+    """
+    fault = secret_fault(environ)
+    if fault is not None:
+        raise ClusterError(fault)
+    secret = _bytes(environ)
+    if secret:
+        return secret
+    open_addresses = [address for address in workers if not is_loopback(address)]
+    if open_addresses and environ.get("KERASDIST_INSECURE", "") != "1":
+        raise ClusterError(
+            "This job has no secret, and its workers can be reached from other "
+            "machines. Received: KERASDIST_SECRET is not set, "
+            f"workers={open_addresses}. Set KERASDIST_SECRET to the same random text "
+            "on all workers (for example the output of `openssl rand -hex 32`; on "
+            "Kubernetes from a Secret). "
+            "Without it only loopback addresses are accepted, unless you set "
+            "KERASDIST_INSECURE=1 on a network that only this job can reach."
+        )
+    return b""
+
+
+# Authentication of single frames, after the handshake.
+#
+#     k   key of one direction of one connection, from the handshake
+#     n   number of the frame in that direction, from 0; it isn't sent
+#
+#     tag = the first 16 bytes of HMAC-SHA256(k, n | frame), behind the frame
+#
+# A frame that was changed, injected, left out, repeated, sent in another order, sent
+# back, or taken from another connection has a tag that doesn't fit.
+
+TAG_BYTES = 16
+
+
+class FrameAuthenticator:
+    """The keys and frame numbers of one end of one connection.
+
+    Not safe for several threads: frames are signed in the order in which they are
+    sent, and checked in the order in which they were received.
+
+    Args:
+        sending: Key of the frames that this end sends.
+        receiving: Key of the frames that it receives.
+    """
+
+    __slots__ = ("_received", "_receiving", "_sending", "_sent")
+
+    def __init__(self, sending: bytes, receiving: bytes) -> None:
+        self._sending = sending
+        self._receiving = receiving
+        self._sent = 0
+        self._received = 0
+
+    def sign(self, *parts: bytes | bytearray) -> bytes:
+        """Return the tag of the next frame to send.
+
+        Args:
+            parts: The parts of the frame.
+        """
+        tag = _tag(self._sending, self._sent, parts)
+        self._sent += 1
+        return tag
+
+    def check(self, tag: bytes | bytearray, *parts: bytes | bytearray) -> None:
+        """Check the tag of the next frame received.
+
+        Raises:
+            ProtocolError: It doesn't fit. All further frames of this connection are
+                untrusted.
+        """
+        if not hmac.compare_digest(tag, _tag(self._receiving, self._received, parts)):
+            raise ProtocolError(
+                "A frame isn't the other side's, or not the next one: it was changed, "
+                "repeated, left out or injected on the network."
+            )
+        self._received += 1
+
+
+def _tag(key: bytes, number: int, parts: tuple[bytes | bytearray, ...]) -> bytes:
+    frame = b"".join((number.to_bytes(8, "big"), *parts))
+    return hmac.digest(key, frame, "sha256")[:TAG_BYTES]
+
 
 # The payload of a REFUSAL by a side that uses TLS.
 NEEDS_TLS = b"tls"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from kerasdist._keras.elastic.late_updates import LateUpdates
+from kerasdist._keras.elastic.step import LateUpdates
 
 BEFORE = {
     "nothing": lambda weight: None,

@@ -36,7 +36,7 @@ def said(do):
     return [str(w.message) for w in caught if "scope" in str(w.message)]
 
 def untuned_dataset():
-    # With its autotuner the end of TensorFlow's iterator for devices may wait, or crash.
+    # With its autotuner the end of TensorFlow's iterator of devices may wait or crash.
     options = tf.data.Options()
     options.autotune.enabled = False
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(options)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kerasdist import _keras
-from kerasdist._keras.optimizer.global_step import (
+from kerasdist._keras.optimizer.learning_rate import (
     own_steps,
     resume,
     shared_steps,

@@ -4,8 +4,7 @@ import pytest
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.compiled.parts import Node, divide
-from kerasdist._tf.compiled.slices import padded
+from kerasdist._tf.compiled.step import Node, divide, padded
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from browser import chromium, need_browser, tensorboard, tensorboard_python, wait_for
-from kerasdist.callbacks.scaling import charts
+from kerasdist.callbacks.scaling import summaries
 from kerasdist.callbacks.scaling.bottleneck import judge
 from kerasdist.callbacks.scaling.metrics import PHASES, combine
 from kerasdist.callbacks.scaling.report import to_markdown
 from kerasdist.callbacks.scaling.summaries import Summaries
-from kerasdist.strategies.measure.step_times import StepTimes
+from kerasdist.strategies.measure.communication import StepTimes
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -52,7 +52,7 @@ const visit = node => {
       [...n.children].forEach(inside);
     };
     inside(node);
-    charts.push([words, paths, colors]);
+    summaries.push([words, paths, colors]);
   }
   if (node.shadowRoot) [...node.shadowRoot.children].forEach(visit);
   [...node.children].forEach(visit);
@@ -68,7 +68,7 @@ def write(folder: Path) -> tuple[str, list[str]]:
     Returns:
         The verdict's headline, and the names of all figures.
     """
-    summaries = Summaries(str(folder / "scaling"))
+    written = Summaries(str(folder / "scaling"))
     window: list[StepTimes] = []
     for step in range(0, 200, 10):
         slow = 0.30 + 0.02 * (step % 3)
@@ -95,14 +95,14 @@ def write(folder: Path) -> tuple[str, list[str]]:
             idle=(0.2, 0.3 + step / 1000),
         )
         assert figures is not None
-        numbers = charts.scalars(figures, 0.1 - step / 4000)
+        numbers = summaries.scalars(figures, 0.1 - step / 4000)
         texts = {"events": "- rank 3 was lost"} if step == 100 else {}
-        summaries.write(step, numbers, texts, {charts.STALENESS: figures.staleness})
+        written.write(step, numbers, texts, {summaries.STALENESS: figures.staleness})
     figures = combine(window, link=1.1e9, baseline=2000.0)
     assert figures is not None
     verdict = judge(figures)
-    summaries.write(200, {}, {charts.VERDICT: to_markdown(figures, verdict)})
-    summaries.close()
+    written.write(200, {}, {summaries.VERDICT: to_markdown(figures, verdict)})
+    written.close()
     return verdict.headline, list(numbers)
 
 
@@ -119,11 +119,11 @@ def lines(paths: list[str], colors: list[str]) -> set[str]:
 def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
     logs = tmp_path / "logs"
     headline, names = write(logs)
-    tags = [charts.place(name)[1] for name in names]
+    tags = [summaries.place(name)[1] for name in names]
     # How many lines are in each chart.
     expected = {
         title: sum(any(re.fullmatch(tag, found) for tag in chart) for found in tags)
-        for _, title, chart in charts.CHARTS
+        for _, title, chart in summaries.CHARTS
     }
     assert expected["Seconds of its parts"] == len(PHASES)
     python = tensorboard_python()

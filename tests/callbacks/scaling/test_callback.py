@@ -24,7 +24,7 @@ from tensorboard.util import tensor_util
 import kerasdist
 from board import Board, near, series, text
 from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.callbacks.scaling import charts
+from kerasdist.callbacks.scaling import summaries
 from kerasdist.callbacks.scaling.metrics import PHASES
 from workers import Workers
 
@@ -623,12 +623,12 @@ def check_charts(board):
     made = layout_pb2.Layout.FromString(
         tensor_util.make_ndarray(written.tensor_proto).item()
     )
-    assert made == charts.layout()
+    assert made == summaries.layout()
     assert set(board.runs) == {"", "rank_0", *(f"part_{part}" for part in PHASES)}
     patterns = [
         tag for c in made.category for chart in c.chart for tag in chart.multiline.tag
     ]
-    texts = {"custom_scalars__config__", charts.VERDICT, charts.EVENTS}
+    texts = {"custom_scalars__config__", summaries.VERDICT, summaries.EVENTS}
     for tag in set(board.Tags()["tensors"]) - texts:
         assert sum(bool(re.search(pattern, tag)) for pattern in patterns) == 1, tag
 

@@ -7,7 +7,7 @@ import pytest
 
 from groups import close_all, connect_all, in_threads
 from kerasdist.callbacks.scaling.metrics import PHASES, combine
-from kerasdist.strategies.measure.step_times import StepTimes, gather
+from kerasdist.strategies.measure.communication import StepTimes, gather
 
 
 def times(rank, *, steps=10, rows=100, **parts):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.callbacks.scaling.windows import Windows
-from kerasdist.strategies.measure.step_times import StepTimes
+from kerasdist.callbacks.scaling.job_view import Windows
+from kerasdist.strategies.measure.communication import StepTimes
 
 
 class Clock:

@@ -205,11 +205,11 @@ def test_clocks_that_differ(kind, size):
 # With strategies.
 
 RING = """
-from kerasdist.strategies.measure import counters
+from kerasdist.strategies.measure import communication
 strategy = kerasdist.RingStrategy(timeout=60, bucket_size=100_000)
 recording = recorders(strategy.communicator)
 m = build()
-from kerasdist._keras.training.job_callback import JobCallback
+from kerasdist._keras.training.state import JobCallback
 class Late(JobCallback):
     never_stops = True
     def on_train_batch_begin(self, batch, logs=None):
@@ -224,7 +224,7 @@ fit(m, [Timeline(folder + "/none.json", steps=(50, 100))])
 silent.append(not recording)
 # Nor were steps measured: these have no stages.
 timer = strategy.extended.kerasdist.timer
-silent.append(not timer._summed.read()[counters.MEASURED:].any())
+silent.append(not timer._summed.read()[communication.MEASURED:].any())
 result(silent)
 """
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from kerasdist.callbacks.timeline.trace import Execution, Record, Span, processes
-from kerasdist.callbacks.timeline.xplane import xspace
+from kerasdist.callbacks.timeline.trace import (
+    Execution,
+    Record,
+    Span,
+    processes,
+    xspace,
+)
 
 
 def test_every_span_is_there():

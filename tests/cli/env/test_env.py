@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from kerasdist import __version__, cli
-from kerasdist.cli.env import command, machine, software
-from kerasdist.cli.env.variables import HIDDEN, hide_secrets, shown_variables
+from kerasdist.cli.env import command
+from kerasdist.cli.env.command import HIDDEN, hide_secrets, shown_variables
 
 PARTS = (
     *("versions", "extras", "system", "memory", "control_group", "limits", "network"),
@@ -50,7 +50,7 @@ def test_a_part_that_fails_says_why_and_the_others_are_there(monkeypatch, capfd)
     def fail():
         raise PermissionError(13, "Permission denied", "/proc/meminfo")
 
-    monkeypatch.setattr(machine, "memory", fail)
+    monkeypatch.setattr(command, "memory", fail)
     assert cli.main(["env", "--no-tensorflow"]) == 0
     text = capfd.readouterr().out
     assert "memory: can't be read: PermissionError: [Errno 13] Permission den" in text
@@ -80,12 +80,12 @@ def test_the_launcher_and_the_place():
 
 
 def test_tensorflow_is_asked_and_a_broken_one_is_reported(capfd):
-    exec(software.LIST_DEVICES, {})  # here, where it has been imported already
+    exec(command.LIST_DEVICES, {})  # here, where it has been imported already
     answer = capfd.readouterr().out.rpartition("\nDEVICES")[2]
     assert "CPU:0" in json.loads(answer)["devices"]
-    command = [sys.executable, "-c", "print('\\nDEVICES[1]')"]
-    assert software.gpus(60.0, command)["TensorFlow"] == [1]
-    found = software.gpus(60.0, [sys.executable, "-c", "exit('no module')"])
+    program = [sys.executable, "-c", "print('\\nDEVICES[1]')"]
+    assert command.gpus(60.0, program)["TensorFlow"] == [1]
+    found = command.gpus(60.0, [sys.executable, "-c", "exit('no module')"])
     text = found["TensorFlow"]["unreadable"]
     assert text == "TensorFlow can't be imported (exit code 1): no module"
 
@@ -95,7 +95,7 @@ def test_gpus_of_the_driver(tmp_path):
     folder.mkdir(parents=True)
     (folder / "information").write_text("Model: \t NVIDIA A100\nIRQ: 1\n")
     (tmp_path / "version").write_text("NVRM version: 550.1\nGCC\n")
-    found = software.gpus(0.0, drivers=str(tmp_path))
+    found = command.gpus(0.0, drivers=str(tmp_path))
     assert found["driver"] == "NVRM version: 550.1"
     assert found["GPUs of the driver"] == ["NVIDIA A100"]
 
@@ -104,11 +104,11 @@ def test_limits_of_control_groups(tmp_path):
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "pids.max").write_text("max\n")
-    found = machine.control_group(str(tmp_path))
+    found = command.control_group(str(tmp_path))
     assert found == {"cores": 1.5, "memory_limit_bytes": 1000}
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text(f"{(1 << 63) - 4096}\n")
-    assert machine.control_group(str(tmp_path)) == {"limits": "none"}
+    assert command.control_group(str(tmp_path)) == {"limits": "none"}
 
 
 SECRET = "s3cr3t-s3cr3t"

@@ -18,8 +18,8 @@ import numpy as np
 import kerasdist.cluster
 from kerasdist import errors
 from kerasdist.collectives import connect
-from kerasdist.transport.liveness.final_error import hand_over_final_error
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
+from kerasdist.transport.deadline import Timeouts
 
 job = connect(kerasdist.cluster.resolve(), timeouts=Timeouts(heartbeat=HEARTBEAT))
 mark(f"up-{rank}", os.getpid())

@@ -18,10 +18,10 @@ import pytest
 from kerasdist import cli
 from kerasdist.cli.allocator import find_allocator
 from kerasdist.cli.run import command
-from kerasdist.cli.run.exits import exit_code, in_words
+from kerasdist.cli.run.outcome import exit_code, in_words
 from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback
 from kerasdist.cli.run.processes import descendants
-from kerasdist.cli.run.start.cores import cores_in_order, shares, thread_variables
+from kerasdist.cli.run.spawn import cores_in_order, shares, thread_variables
 from launching import HANG, terminals_of
 from pace import bound
 from waiting import wait_until

@@ -9,7 +9,7 @@ import pytest
 
 from groups import Group
 from kerasdist import errors
-from kerasdist.collectives.backends import shared_results
+from kerasdist.collectives.backends import shared_memory
 
 LARGE = 300_001  # elements: more than one block, in chunks of different sizes
 
@@ -102,7 +102,7 @@ def test_memory_that_nobody_reads_is_used_again(group):
 
 
 def test_with_all_memories_in_use_results_are_each_ranks_own(group, monkeypatch):
-    monkeypatch.setattr(shared_results, "MOST_MEMORIES", 3)
+    monkeypatch.setattr(shared_memory, "MOST_MEMORIES", 3)
 
     def work(communicator):
         kept = [
@@ -119,7 +119,7 @@ def test_without_memory_to_lend_results_are_each_ranks_own(group, monkeypatch):
     def refuse(size):
         raise OSError("no memory")
 
-    monkeypatch.setattr(shared_results, "create_memory", refuse)
+    monkeypatch.setattr(shared_memory, "create_memory", refuse)
     # Segments grow to their size first: each mapping holds a descriptor.
     group.run(lambda c: c.all_reduce([np.ones(LARGE, np.float32)]))
     before = len(os.listdir("/proc/self/fd"))

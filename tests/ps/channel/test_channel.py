@@ -24,8 +24,8 @@ from kerasdist.ps.channel.channel import (
 from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.frame_auth import TAG_BYTES
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
+from kerasdist.transport.wire.handshake import TAG_BYTES
 from pace import bound
 
 pytestmark = pytest.mark.timeout(60)

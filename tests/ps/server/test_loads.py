@@ -7,7 +7,12 @@ import pytest
 
 from kerasdist.errors import ProtocolError
 from kerasdist.ps import Layout, Variable
-from kerasdist.ps.server.loads import Load, loads_from_json, loads_of, share_in_words
+from kerasdist.ps.server.batch_queue import (
+    Load,
+    loads_from_json,
+    loads_of,
+    share_in_words,
+)
 from servers import Servers
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from groups import in_threads, outcomes
 from kerasdist import errors
+from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import Event, Membership, WorkerRecord
 from kerasdist.ps.server import collectives
 from kerasdist.ps.server.collectives import ServerCollectives
-from kerasdist.ps.settings import ServerSettings
 from kerasdist.ps.tables.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.wire.framing import Call

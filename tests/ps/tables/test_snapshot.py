@@ -20,7 +20,7 @@ from kerasdist.ps.tables.snapshot import (
     remove_snapshot,
     write_snapshot,
 )
-from kerasdist.ps.tables.snapshot_lock import SnapshotLock
+from kerasdist.ps.tables.snapshotter import SnapshotLock
 from waiting import wait_until
 from workers import python_env
 

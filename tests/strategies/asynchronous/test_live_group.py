@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.asynchronous.epochs import compare_evidence
+from kerasdist.strategies.asynchronous.extended import compare_evidence
 from kerasdist.strategies.asynchronous.live_group import LiveJob
-from kerasdist.strategies.chief_data.arrays import settle_arrays
 from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.data.batch_check import SameBatches
+from kerasdist.strategies.chief_data.items import settle_arrays
+from kerasdist.strategies.data.batch_split import SameBatches
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus

@@ -13,7 +13,7 @@ from soak import but_soak, soak
 
 import kerasdist
 from asynchronous import DIGESTS, OPTIMIZERS
-from kerasdist.strategies.asynchronous.rows import rows_that_differ
+from kerasdist.strategies.asynchronous.weights import rows_that_differ
 from sessions import Session
 
 pytestmark = pytest.mark.timeout(150)

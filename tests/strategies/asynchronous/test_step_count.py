@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from scripts import PRELUDE
 
-from kerasdist.strategies.asynchronous.step_count import StepCount
+from kerasdist.strategies.asynchronous.tables import StepCount
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

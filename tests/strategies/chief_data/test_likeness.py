@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.chief_data.comparison.fingerprint import digest_of, row_hashes
-from kerasdist.strategies.chief_data.comparison.likeness import (
+from kerasdist.strategies.chief_data.choice import (
     Seen,
     are_alike,
     is_telling,
     sample_rows,
 )
+from kerasdist.strategies.chief_data.comparison.fingerprint import digest_of, row_hashes
 from kerasdist.strategies.chief_data.encoding import decode, encode, pack, unpack
 
 RANDOM = np.random.default_rng(0)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.data.batch_check import checksum_of_batch
-from kerasdist.strategies.elastic_data.alone import SHARED_PASS, CountedDataset
+from kerasdist.strategies.data.batch_split import checksum_of_batch
+from kerasdist.strategies.elastic_data.arrays import SHARED_PASS, CountedDataset
 
 
 def shuffled() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.measure.counters import (
+from kerasdist.strategies.measure.communication import (
     MEASURED,
     ROWS,
     SLOTS,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kerasdist.strategies.measure.sampling import Sampling, rows_for
+from kerasdist.strategies.measure.step_clock import Sampling, rows_for
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,9 @@ if strategy.rank == 1:
     model.set_weights([w + 1 for w in model.get_weights()])
 rates, callbacks = others("hybrid")
 from kerasdist.strategies import calibration
-from kerasdist.strategies.measure import sampling
+from kerasdist.strategies.measure import step_clock
 calibration.SECONDS = 0.3
-sampling._ROWS = ()  # all steps are measured, as there are few
+step_clock._ROWS = ()  # all steps are measured, as there are few
 board = ScalingTensorBoard(
     folder + "/hybrid", update_freq="epoch", verbose=0, calibrate=True)
 class Sent(keras.callbacks.Callback):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kerasdist
-from kerasdist.strategies.reduce.buckets import in_buckets
+from kerasdist.strategies.reduce.gradients import in_buckets
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)

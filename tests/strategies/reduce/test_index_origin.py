@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from kerasdist.strategies.reduce.index_origin import FIXED, KEYED, ROWS, parts_of
+from kerasdist.strategies.reduce.sparse_parts import FIXED, KEYED, ROWS, parts_of
 
 LARGE = tf.random.stateless_uniform((300,), (1, 2), 0, 9, tf.int32)
 CHOSEN = tf.Variable([[0, 1], [1, 0]], trainable=False)

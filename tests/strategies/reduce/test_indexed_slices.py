@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.reduce.indexed_slices import add_up, rows_of
+from kerasdist.strategies.reduce.sparse_parts import add_up, rows_of
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from kerasdist.cluster.this_host import is_this_host
-from kerasdist.strategies.role.local_workers import local_ranks
+from kerasdist.cluster.address import is_this_host
+from kerasdist.strategies.role.cluster_resolver import local_ranks
 
 
 @pytest.mark.parametrize(

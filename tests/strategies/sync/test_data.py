@@ -303,7 +303,7 @@ def test_parts_for_gpus_take_another_way_with_the_same_numbers():
     import numpy as np
     import tensorflow as tf
     import kerasdist
-    from kerasdist.strategies.sync.data_sharing import SharingExtended
+    from kerasdist.strategies.sync.data import SharingExtended
 
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],

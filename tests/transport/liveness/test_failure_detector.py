@@ -17,11 +17,9 @@ from groups import connections, in_threads, outcomes
 from kerasdist import errors
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import Peer
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.failure_detector import SessionSupervisor
+from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.liveness.failure_detector import Places, SessionSupervisor
 from kerasdist.transport.liveness.failure_protocol import decode, encode
-from kerasdist.transport.liveness.places import Places
-from kerasdist.transport.timeouts import Timeouts
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from pace import bound
 from waiting import wait_until

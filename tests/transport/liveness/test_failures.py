@@ -28,7 +28,7 @@ LOOP = """
     from kerasdist.cluster import resolve
     from kerasdist.collectives import connect
     from kerasdist.transport import Timeouts
-    from kerasdist.transport.liveness.control_connection import ControlConnection
+    from kerasdist.transport.liveness.heartbeat import ControlConnection
     from kerasdist.transport.sockets import SocketTransport
 
     transport, layout, heartbeat, *cases = sys.argv[1:]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from kerasdist import errors
-from kerasdist.transport.liveness.ended_tasks import EndedTaskList, EndedTasks
+from kerasdist.transport.liveness.failure_protocol import EndedTaskList, EndedTasks
 from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     LauncherPipe,

@@ -16,21 +16,19 @@ from hypothesis import strategies as st
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.membership.encoding import decode, encode
-from kerasdist.transport.membership.epochs import (
+from kerasdist.transport.membership.events import (
+    Ballot,
     Decision,
     Epoch,
+    Gone,
     Member,
+    Message,
+    Prepare,
     Progress,
+    Promise,
     Report,
     Verdict,
     first_decision,
-)
-from kerasdist.transport.membership.messages import (
-    Ballot,
-    Gone,
-    Message,
-    Prepare,
-    Promise,
 )
 from kerasdist.transport.wire.framing import MAX_CONTROL
 

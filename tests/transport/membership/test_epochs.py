@@ -4,17 +4,19 @@ import itertools
 import pytest
 
 from kerasdist.transport.membership.attempt import Attempt
-from kerasdist.transport.membership.epochs import (
+from kerasdist.transport.membership.events import (
+    Ballot,
     Epoch,
     Member,
+    Prepare,
     Progress,
+    Promise,
     Report,
     StopReason,
     first_decision,
     is_quorum,
     next_decision,
 )
-from kerasdist.transport.membership.messages import Ballot, Prepare, Promise
 
 A, B, C, D, E = (Member(n) for n in range(5))
 ALL = (A, B, C, D, E)

@@ -2,20 +2,22 @@
 
 import pytest
 
-from kerasdist.transport.membership.epochs import Member, Progress, StopReason
 from kerasdist.transport.membership.events import (
     Apply,
+    Excluded,
     Finished,
     GiveUp,
     Install,
     Leave,
+    Member,
+    Progress,
     Send,
     Stop,
+    StopReason,
     Suspend,
     TooLate,
 )
 from kerasdist.transport.membership.machine import Machine
-from kerasdist.transport.membership.messages import Excluded
 from membership_world import COLLECTIVES, World
 
 

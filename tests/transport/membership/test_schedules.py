@@ -13,8 +13,7 @@ import time
 import pytest
 
 from kerasdist.transport.membership.attempt import Attempt
-from kerasdist.transport.membership.epochs import StopReason
-from kerasdist.transport.membership.events import Finished
+from kerasdist.transport.membership.events import Finished, StopReason
 from kerasdist.transport.membership.machine import Machine
 from membership_schedules import explore, replay, run
 from membership_world import Violation, World

@@ -16,12 +16,11 @@ from groups import nothing_stays_open, open_sockets
 from kerasdist import errors
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.log import background_log
-from kerasdist.transport.rendezvous import listener, mailboxes, probe
+from kerasdist.transport.rendezvous import listener, probe
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.framing import FrameType
-from kerasdist.transport.wire.messages import read_frame, write_frame
+from kerasdist.transport.wire.framing import FrameType, read_frame, write_frame
 from kerasdist.transport.wire.same_user import why_not_same_user
 from pace import bound
 from waiting import wait_until
@@ -326,7 +325,7 @@ def test_who_waits_longer_than_a_start_may_take_is_sent_away(monkeypatch):
 
 
 def test_when_too_many_wait_the_next_one_is_told_so(listening, monkeypatch):
-    monkeypatch.setattr(mailboxes, "MOST_WAITING", 2)
+    monkeypatch.setattr(listener, "MOST_WAITING", 2)
     with contextlib.ExitStack() as stack:
         for rank in range(3):
             stack.enter_context(knock(listening, rank=rank))

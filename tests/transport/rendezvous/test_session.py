@@ -28,7 +28,7 @@ from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous import waiting_notice
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.member import Member
+from kerasdist.transport.rendezvous.startup import Member
 from kerasdist.transport.wire.framing import FrameType
 from pace import bound
 from waiting import wait_until

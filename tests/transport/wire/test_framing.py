@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kerasdist import errors
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.wire.framing import (
     DTYPES,
     HEADER_BYTES,
@@ -23,9 +22,11 @@ from kerasdist.transport.wire.framing import (
     Call,
     FrameType,
     pack_header,
+    read_frame,
+    to_json,
     unpack_header,
+    write_frame,
 )
-from kerasdist.transport.wire.messages import read_frame, to_json, write_frame
 
 
 @pytest.fixture

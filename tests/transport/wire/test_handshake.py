@@ -13,13 +13,18 @@ import pytest
 
 from groups import addresses_of, outcomes
 from kerasdist import errors
-from kerasdist.transport.cancellation import Cancellation
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.framing import MAGIC, VERSION, FrameType, pack_header
-from kerasdist.transport.wire.messages import read_frame, write_frame
+from kerasdist.transport.wire.framing import (
+    MAGIC,
+    VERSION,
+    FrameType,
+    pack_header,
+    read_frame,
+    write_frame,
+)
 from pace import bound
 from waiting import wait_until
 

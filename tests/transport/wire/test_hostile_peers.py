@@ -36,8 +36,8 @@ from kerasdist.transport.wire.framing import (
     VERSION,
     FrameType,
     pack_header,
+    to_json,
 )
-from kerasdist.transport.wire.messages import to_json
 from workers import free_ports
 
 SECRET = b"the secret of the tests"

@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import MutableMapping, Sequence
 
-from kerasdist.functions.descriptors import (
+from kerasdist.functions.launcher import (
     CALL_VARIABLE,
     OUTCOME_VARIABLE,
     RESULT_VARIABLE,

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 from kerasdist.cli.run.gpus.find import VARIABLE
-from kerasdist.placement.sizes import counted
+from kerasdist.placement.advice import counted
 
 # What CUDA reads as no GPU.
 _NONE = "-1"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from kerasdist.cli.run.hosts.places import Host
-from kerasdist.cluster.this_host import is_this_host
+from kerasdist.cluster.address import is_this_host
 
 # Programs by one connection besides the first: sshd's MaxSessions is 10 by default.
 MOST_SHARED = 9

@@ -26,17 +26,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kerasdist.errors import AuthenticationError, ProtocolError
-from kerasdist.transport.cancellation import Cancellation
 from kerasdist.transport.connection import Connection
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.log import background_log
 from kerasdist.transport.membership.encoding import decode, encode
-from kerasdist.transport.membership.epochs import Member
-from kerasdist.transport.membership.messages import Message
+from kerasdist.transport.membership.events import Member, Message
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.wire.framing import FrameType, unexpected
-from kerasdist.transport.wire.messages import to_json
+from kerasdist.transport.wire.framing import FrameType, to_json, unexpected
 
 _PURPOSE = "membership"
 # Seconds until a message counts as lost, and a member as out of contact. A handshake

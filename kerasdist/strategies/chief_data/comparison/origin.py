@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist._keras import GeneratorFacts
-from kerasdist._tf.graph.dataset_pipelines import inspect_pipeline
+from kerasdist._tf.graph.row_pipelines import inspect_pipeline
 from kerasdist.strategies.chief_data.comparison.fingerprint import (
     Hashes,
     hash_text,

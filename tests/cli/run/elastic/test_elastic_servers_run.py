@@ -58,8 +58,8 @@ def test_a_real_job_loses_a_worker_and_a_server(launcher):
     from kerasdist.collectives.elastic.connect import connect_elastic
     from kerasdist.ps import ServerSettings
     from kerasdist.ps.elastic.link import ServerLink
-    from kerasdist.ps.elastic.main import run_elastic_server
-    from kerasdist.transport.timeouts import Timeouts
+    from kerasdist.ps.elastic.server import run_elastic_server
+    from kerasdist.transport.deadline import Timeouts
 
     kind = config["task"]["type"]
     timeouts = Timeouts(startup=30, heartbeat=5)

@@ -17,7 +17,7 @@ JOB = """
 import numpy as np
 from kerasdist.cluster import resolve
 from kerasdist.collectives.elastic.connect import connect_elastic
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 incarnation = int(os.environ["KERASDIST_INCARNATION"])
 mark(f"up-{rank}-{incarnation}", os.getpid())

@@ -13,7 +13,7 @@ NOISE = (
 )
 # Writes as TensorFlow does, and creates no strategy.
 SCRIPT = f"""
-import kerasdist.transport.liveness.launcher_stderr as launcher_stderr
+import kerasdist.transport.liveness.launcher_pipe as launcher_stderr
 noise = {NOISE!r} + "STDERR\\n"
 before = os.fstat(2).st_ino
 level = os.environ["TF_CPP_MIN_LOG_LEVEL"]

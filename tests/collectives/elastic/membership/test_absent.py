@@ -14,8 +14,7 @@ import pytest
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives.elastic.groups import introduce
 from kerasdist.collectives.elastic.membership.lines import Contact, Lines
-from kerasdist.transport.membership.epochs import Member
-from kerasdist.transport.membership.messages import Gone, Loss
+from kerasdist.transport.membership.events import Gone, Loss, Member
 from kerasdist.transport.rendezvous.listener import Listener
 from waiting import wait_until
 from workers import Workers, free_ports
@@ -127,7 +126,7 @@ LEAVER = """
 import numpy as np
 from kerasdist.cluster import resolve
 from kerasdist.collectives.elastic.connect import connect_elastic
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 cluster = resolve(None)
 first, second = (

@@ -124,7 +124,7 @@ import numpy as np
 from kerasdist.cluster import resolve
 from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.errors import StartupError
-from kerasdist.transport.timeouts import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 folder, closes = sys.argv[1], sys.argv[2] == "closes"
 cluster = resolve(None)
