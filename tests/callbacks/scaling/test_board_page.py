@@ -52,7 +52,7 @@ const visit = node => {
       [...n.children].forEach(inside);
     };
     inside(node);
-    summaries.push([words, paths, colors]);
+    charts.push([words, paths, colors]);
   }
   if (node.shadowRoot) [...node.shadowRoot.children].forEach(visit);
   [...node.children].forEach(visit);
