@@ -77,7 +77,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-epoch-check bench-chief-data bench-heartbeats bench-membership
 .PHONY: bench-elastic bench-tls bench-local-replicas gpu-check
-.PHONY: test-versions test-oldest test-newest test-next test-pages figures
+.PHONY: test-versions test-oldest test-newest test-next test-pages figures size
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/.demo
@@ -104,6 +104,10 @@ test-newest:
 pytest: $(VENV)/.test .venv-docs/.created
 	@$(BIN)/python -m pip list 2>/dev/null | grep -E '^(tensorflow|keras|numpy) '
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
+
+# How large the library is.
+size:
+	@python3 tests/package/sizes.py
 
 # Copies the figures of README and docs from what benchmarks have printed.
 figures: $(VENV)/.test

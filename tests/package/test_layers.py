@@ -175,7 +175,8 @@ def check(root: Path) -> list[str]:
                 fault = _framework(layer, imported)
             if fault:
                 faults.append(f"{where}:{imported.line}: {fault}")
-        faults += [f"{where}:{line}: {what}" for line, what in _style(source)]
+        public = path.name == "__init__.py" or module == "kerasdist.errors"
+        faults += [f"{where}:{line}: {what}" for line, what in _style(source, public)]
     faults += [f"import cycle: {' > '.join(cycle)}" for cycle in _cycles(graph)]
     between = _between_rooms(graph, modules)
     faults += [f"cycle of rooms: {' > '.join(cycle)}" for cycle in _cycles(between)]
@@ -240,8 +241,10 @@ def _framework(layer: str, imported: Import) -> str | None:
     return None
 
 
-def _style(source: str) -> Iterator[tuple[int, str]]:
+def _style(source: str, public: bool) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and node.id == "__all__" and not public:
+            yield node.lineno, "`__all__` is for packages: they say what is public"
         if isinstance(node, ast.Assert):
             yield node.lineno, "assert in library code; `python -O` removes it"
         if isinstance(node, ast.ExceptHandler) and node.type is None:
@@ -390,6 +393,7 @@ def test_a_package_that_keeps_the_rules_has_no_faults(package):
             "1: callbacks imports keras.src.callbacks; only the keras seam may",
         ),
         ("kerasdist/util.py", "", "1: kerasdist.util is in no layer"),
+        ("kerasdist/cli/run.py", "__all__ = []", "1: `__all__` is for packages"),
         (
             "kerasdist/cli/run.py",
             "def f(x):\n    assert x",
