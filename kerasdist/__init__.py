@@ -38,7 +38,7 @@ from kerasdist.transport.log import default_handler as _default_handler
 # `__getattr__` has any name for them.
 if TYPE_CHECKING:
     from kerasdist import layers
-    from kerasdist._keras.models.local_models import local_training
+    from kerasdist._keras.unscoped_models import local_training
     from kerasdist.collectives.communicator import Communicator
     from kerasdist.functions.run import run
     from kerasdist.placement.plan import Plan
@@ -76,7 +76,7 @@ _LAZY = {
     "Plan": "kerasdist.placement.plan",
     "RingStrategy": "kerasdist.strategies.ring",
     "enable_keras_distribution": "kerasdist.strategies.distribution.enable",
-    "local_training": "kerasdist._keras.models.local_models",
+    "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.plan",
     "run": "kerasdist.functions.run",
 }

@@ -2,7 +2,7 @@
 from kerasdist import callbacks as callbacks  # type: ignore[attr-defined, unused-ignore]
 from kerasdist import errors as errors
 from kerasdist import layers as layers
-from kerasdist._keras.models.local_models import local_training as local_training
+from kerasdist._keras.unscoped_models import local_training as local_training
 from kerasdist._tested import TESTED_VERSIONS as TESTED_VERSIONS
 from kerasdist._version import __version__ as __version__
 from kerasdist.collectives.communicator import Communicator as Communicator

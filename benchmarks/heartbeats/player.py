@@ -22,8 +22,7 @@ import sys
 import time
 
 from kerasdist.transport import Timeouts
-from kerasdist.transport.base import Peer
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.liveness.failure_detector import SessionSupervisor
 from kerasdist.transport.liveness.heartbeat import ControlConnection
 from kerasdist.transport.wire.framing import HEADER_BYTES, Call, FrameType

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from kerasdist._keras.data.epoch_iterators import fits_arrays
 from kerasdist._keras.training.state import JobCallback
-from kerasdist.callbacks.scaling import report, summaries
+from kerasdist.callbacks.scaling import bottleneck, summaries
 from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
 from kerasdist.callbacks.scaling.job_view import (
     Baseline,
@@ -38,8 +38,7 @@ from kerasdist.callbacks.scaling.job_view import (
 )
 from kerasdist.callbacks.scaling.metrics import Figures, combine
 from kerasdist.callbacks.scaling.summaries import Summaries
-from kerasdist.strategies.measure.communication import StepTimes, gather
-from kerasdist.strategies.measure.link_speed import link_speed
+from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport.log import status
 
@@ -486,9 +485,11 @@ class ScalingTensorBoard(JobCallback):
         words = {}
         if self.figures is not None:
             self.verdict = judge(self.figures)
-            words[summaries.VERDICT] = report.to_markdown(self.figures, self.verdict)
+            words[summaries.VERDICT] = bottleneck.to_markdown(
+                self.figures, self.verdict
+            )
             if self._verbose:
-                text = report.to_text(self.figures, self.verdict)
+                text = bottleneck.to_text(self.figures, self.verdict)
                 status.info("%s", text)
         self._put({}, texts=words)
         self._changes = None

@@ -44,18 +44,17 @@ def _explaining() -> Iterator[None]:
 
 with _explaining():
     from kerasdist._keras.context import gradients_are_reduced, is_timed
-    from kerasdist._keras.data.arrays import ArrayData, random_seed
-    from kerasdist._keras.data.batches import (
+    from kerasdist._keras.data.arrays import (
+        ArrayData,
         BatchIterable,
         BatchIterator,
         CountedData,
         LoopData,
         RepeatableIterator,
+        random_seed,
     )
-    from kerasdist._keras.data.generators import GeneratorFacts
-    from kerasdist._keras.data.pydataset import ItemData, close_at_end
+    from kerasdist._keras.data.pydataset import GeneratorFacts, ItemData, close_at_end
     from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
-    from kerasdist._keras.models.local_models import begin_use, end_use, local_training
     from kerasdist._keras.optimizer.learning_rate import own_steps
     from kerasdist._keras.output import OnceLogger
     from kerasdist._keras.placement.layers import (
@@ -75,6 +74,7 @@ with _explaining():
     )
     from kerasdist._keras.training.state import copied_to, whole_state
     from kerasdist._keras.training.train_step import new_train_function
+    from kerasdist._keras.unscoped_models import begin_use, end_use, local_training
 
 __all__ = [
     "ArrayData",

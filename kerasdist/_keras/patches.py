@@ -174,7 +174,7 @@ TABLE = (
         f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
     ),
     _core(
-        "optimizer.fused_sgd.sgd_step",
+        "optimizer.sparse_updates.sgd_step",
         "one operation, without memory for intermediate results",
         "keras.src.optimizers.sgd.SGD.update_step"
         "(self, gradient, variable, learning_rate)",
@@ -412,7 +412,7 @@ TABLE = (
     ),
     # Writers of files. Their other work is done by the chief, too.
     _core(
-        "files.backups.write",
+        "files.writers.write_backup",
         "the progress of training is stored with the backup",
         f"{_BACKUP}._save_model(self)",
     ),

@@ -98,7 +98,7 @@ class GradientHooks:
 
     Attributes:
         reduce: See `strategies.reduce.gradients.reduce_gradients`.
-        end_window: See `strategies.reduce.accumulation.end_window`.
+        end_window: See `strategies.reduce.gradients.end_window`.
         sum_over_replicas: Sums each of a list of tensors over all replicas.
     """
 
@@ -163,7 +163,7 @@ class DataHooks(Protocol):
 
 
 class DynamicDataHooks(Protocol):
-    """Batches for the first worker that is free; see `strategies.asynchronous.data`."""
+    """Batches for the first worker that is free; see `AsyncExtended`."""
 
     def distribute_arrays(self, data: Any) -> Any: ...
     def distribute_items(self, data: Any) -> Any: ...
@@ -188,7 +188,7 @@ class DynamicWeightHooks(Protocol):
 
 
 class DynamicHooks(Protocol):
-    """The epochs of asynchronous workers; see `strategies.asynchronous.extended`."""
+    """The epochs of asynchronous workers; see `AsyncExtended`."""
 
     steps_of_all: int
 

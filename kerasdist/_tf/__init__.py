@@ -6,7 +6,7 @@ TensorFlow is checked by reading one package. `kerasdist._tested` has the versio
 
 from __future__ import annotations
 
-from kerasdist._tf.compiled.step import (
+from kerasdist._tf.compiled_step import (
     compiled_in_parts,
     in_parts,
     in_xla,

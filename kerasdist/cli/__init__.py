@@ -16,13 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kerasdist._version import __version__
+from kerasdist.cli import completion as completion
+from kerasdist.cli import env as env
 from kerasdist.cli import plan
 from kerasdist.cli.bench import command as bench
-from kerasdist.cli.completion import command as completion
+from kerasdist.cli.console import Parser, json_document
 from kerasdist.cli.doctor import command as doctor
-from kerasdist.cli.env import command as env
-from kerasdist.cli.json_output import json_document
-from kerasdist.cli.parser import Parser
 from kerasdist.cli.run import command as run
 
 __all__ = ["main"]

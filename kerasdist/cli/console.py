@@ -2,9 +2,101 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
+from kerasdist._version import __version__
 from kerasdist.transport.log import background_log, status
+
+# `--json`: one JSON document on standard output, whatever happens.
+
+
+@contextlib.contextmanager
+def json_document(command: str) -> Iterator[dict[str, Any]]:
+    """Print one JSON document on standard output after the block.
+
+    What is printed inside the block, by a user's script or by libraries, goes to
+    standard error. An exception that ends the block is described in the document, and
+    raised: messages on standard error and the exit code are those without `--json`.
+
+    Args:
+        command: The name of the command, for the document.
+
+    Yields:
+        The document, with the keys that all documents have: the command adds its own,
+        and sets "ok".
+    """
+    document: dict[str, Any] = {
+        "command": command,
+        "kerasdist": __version__,
+        "ok": False,
+        "error": None,
+    }
+    try:
+        with output_to_errors():
+            yield document
+    except BaseException as error:
+        document["ok"] = False
+        text = error.message if isinstance(error, UsageError) else str(error)
+        document["error"] = {"type": type(error).__name__, "message": text}
+        raise
+    finally:
+        # A number that JSON doesn't have is a fault here, not in who reads it.
+        print(json.dumps(document, indent=2, allow_nan=False), flush=True)
+
+
+@contextlib.contextmanager
+def output_to_errors() -> Iterator[None]:
+    """Redirect standard output to standard error, also that of libraries in C."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+# The parser of the command line, whose errors other code can read.
+
+
+class UsageError(SystemExit):
+    """The arguments can't be used; ends the process with code 2.
+
+    Attributes:
+        message: What is wrong with them.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints the usage and the message, as `ArgumentParser` does, and keeps the latter.
+
+    Parsers of commands are of the same class.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message on standard error.
+
+        Raises:
+            UsageError: Always.
+        """
+        self.print_usage(sys.stderr)
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise UsageError(message)
+
 
 _LOG = logging.getLogger("kerasdist.run")
 

@@ -23,15 +23,16 @@ from kerasdist import errors
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.failures import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer, aligned
-from kerasdist.collectives.ops import (
+from kerasdist.collectives.row_exchange import (
     Array,
+    RowExchange,
+    Slices,
     check_dtype,
     check_op,
     check_scale,
     itemsize,
     octets,
 )
-from kerasdist.collectives.row_exchange import RowExchange, Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor

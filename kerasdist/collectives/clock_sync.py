@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.tracing import now
 
 _ROUNDS = 16

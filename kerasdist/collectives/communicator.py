@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.ops import Array
-from kerasdist.collectives.row_exchange import Slices
+from kerasdist.collectives.row_exchange import Array, Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.tracing import Recorder
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 
 # Buffers of results, whose memory is reused when it isn't referred to any more.
 #

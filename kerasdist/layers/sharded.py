@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist._keras import placer_of
-from kerasdist.collectives.ops import equal_part
+from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.layers.full_tensor import (
     FullTensor,
     ShardSlice,

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.wire.framing import DTYPES
 

@@ -15,6 +15,7 @@ from kerasdist.strategies.devices import (
     known_devices,
     resolve_devices,
 )
+from kerasdist.strategies.options import check_installed
 from kerasdist.strategies.placed.auto import AutoPlacer
 from kerasdist.strategies.placed.extended import PlacedExtended, install_hooks
 from kerasdist.strategies.placed.placer import Placer, check_micro_batches
@@ -27,7 +28,6 @@ from kerasdist.strategies.role.cluster_resolver import (
     refuse_mpi,
     resolver_of,
 )
-from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task
 

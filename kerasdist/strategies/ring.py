@@ -29,7 +29,7 @@ from kerasdist.strategies.model_parallel import (
 )
 from kerasdist.strategies.native import communicator as native_communicator
 from kerasdist.strategies.native.graph_ops import make_native_ops
-from kerasdist.strategies.options import Options
+from kerasdist.strategies.options import Options, check_installed
 from kerasdist.strategies.placed.extended import HybridExtended, install_hooks
 from kerasdist.strategies.placed.placer import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
@@ -40,7 +40,6 @@ from kerasdist.strategies.sync.elastic_extended import (
 )
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
-from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task
 

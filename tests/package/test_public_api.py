@@ -16,10 +16,10 @@ from typing import Any
 
 import kerasdist
 from kerasdist import callbacks, errors, layers
+from kerasdist.cli import completion as completion
+from kerasdist.cli import env as env
 from kerasdist.cli import plan
-from kerasdist.cli.completion import command as completion
 from kerasdist.cli.doctor import command as doctor
-from kerasdist.cli.env import command as env
 from kerasdist.cli.run import command as run
 
 ROOT = Path(__file__).resolve().parents[2]  # also run as a script

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 import kerasdist
 from kerasdist._tested import range_in_words, was_tested
-from kerasdist.strategies.versions import warn_of_untested
+from kerasdist.strategies.options import warn_of_untested
 from pace import bound
 from places import ROOT
 

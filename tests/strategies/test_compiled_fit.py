@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kerasdist._keras.models.local_models import make_compiled
+from kerasdist._keras.unscoped_models import make_compiled
 from workers import Workers
 
 SCRIPT = """

@@ -25,8 +25,7 @@ from kerasdist.collectives.backends.ring import RingCommunicator
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.transport import Timeouts
-from kerasdist.transport.base import Peer
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.liveness.failure_protocol import Unsupervised
 from kerasdist.transport.log import background_log
 from kerasdist.transport.memory import SEGMENT_NAME, Faults, memory_group

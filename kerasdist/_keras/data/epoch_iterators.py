@@ -21,10 +21,13 @@ from keras.src.trainers.data_adapters import (
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
-from kerasdist._keras.data.arrays import ArrayData
-from kerasdist._keras.data.batches import CountedData, LoopData
-from kerasdist._keras.data.generators import GeneratorFacts
-from kerasdist._keras.data.pydataset import ItemData, ItemsInOrder, agree_on_order
+from kerasdist._keras.data.arrays import ArrayData, CountedData, LoopData
+from kerasdist._keras.data.pydataset import (
+    GeneratorFacts,
+    ItemData,
+    ItemsInOrder,
+    agree_on_order,
+)
 from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.protocols import DynamicDataHooks, KerasHooks, hooks_of
 from kerasdist.transport.liveness.failure_protocol import final_exception

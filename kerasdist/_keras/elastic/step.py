@@ -12,6 +12,7 @@ is called as often, and the data may end in between.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,15 +21,76 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
-from kerasdist._keras.elastic.batches import Batches, Taken, batches_of, is_of_fit
-from kerasdist._keras.elastic.continuable import ContinuableStep, summed_metrics
-from kerasdist._keras.elastic.evaluation import ByLayout
+from kerasdist._keras.elastic.evaluation import (
+    Batches,
+    ByLayout,
+    Taken,
+    batches_of,
+    is_of_fit,
+)
 from kerasdist._keras.elastic.joining import Admission
 from kerasdist._keras.elastic.metric_totals import MetricTotals
 from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
 from kerasdist._tf.graph.tensor_origins import reads_or_writes
+
+# A train function whose `fit` another process can continue, between two steps.
+
+
+class ContinuableStep(abc.ABC):
+    """Takes steps of training on an iterator's batches.
+
+    Attributes:
+        given: Returns the variables that another process gets.
+    """
+
+    given: Callable[[], Sequence[Any]]
+
+    @abc.abstractmethod
+    def __call__(self, iterator: Any) -> Any:
+        """Take the steps of one execution; return the last one's logs.
+
+        Raises:
+            StopIteration, tf.errors.OutOfRangeError: There's no batch.
+        """
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Begin with metrics that are reset."""
+
+    @abc.abstractmethod
+    def prepare(self, iterator: Any) -> None:
+        """Trace a step on the batches of an iterator, for the present layout."""
+
+    @abc.abstractmethod
+    def read_metrics(self, read: Callable[[], Any]) -> Any:
+        """Return what `read` does, of metrics over all workers; it may be repeated.
+
+        The metrics are reset next.
+        """
+
+    @abc.abstractmethod
+    def sum_metrics(self) -> tuple[int, list[Any]]:
+        """Return the steps of this epoch's metrics, and their sums over all workers.
+
+        All call it alike, between two steps.
+        """
+
+    @abc.abstractmethod
+    def set_metrics(self, steps: int, sums: Sequence[Any]) -> None:
+        """Continue from what `sum_metrics` has returned in other workers."""
+
+
+def summed_metrics(trainer: Any) -> list[Sequence[Any]]:
+    """Return the copies of all metric variables that reading sums."""
+    variables = [variable.value for variable in trainer.metrics_variables]
+    return [
+        _tf.local_results(variable)
+        for variable in variables
+        if variable.aggregation == tf.VariableAggregation.SUM
+    ]
+
 
 # Copies of variables as they were at the beginning of a step.
 

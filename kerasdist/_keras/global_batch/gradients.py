@@ -28,7 +28,7 @@ from keras.src.optimizers import loss_scale_optimizer, optimizer
 from kerasdist import _tf
 from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.global_batch.losses import part_of, terms_of
-from kerasdist._keras.models.local_models import copies_of, has_own_step
+from kerasdist._keras.unscoped_models import copies_of, has_own_step
 from kerasdist._tf.gradient_placement import move_beside
 from kerasdist._tf.graph.tensor_origins import captured
 from kerasdist._tf.marks import Facets, current_facets

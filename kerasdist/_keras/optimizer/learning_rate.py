@@ -41,7 +41,7 @@ from kerasdist._tf.variables import of_tensorflow
 #     the former, after a backup of the latter     own + those that others had taken
 #
 # The number of steps that others had taken is stored beside the optimizer when a backup
-# that contains it is restored (`backups`). `iterations` isn't changed: the optimizer's
+# that contains it is restored. `iterations` isn't changed: the optimizer's
 # moments belong to its own steps.
 
 

@@ -30,7 +30,7 @@ from keras.src.backend.common import global_state, masking
 
 from kerasdist._keras.context import current
 from kerasdist._keras.global_batch.loss_kinds import LossKinds
-from kerasdist.collectives.ops import equal_part
+from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.placement.micro_batch_order import Part
 
 

@@ -12,9 +12,9 @@ import keras
 import tensorflow as tf
 from keras.src import backend, tree
 
-from kerasdist._keras.models.local_models import can_be_called
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.protocols import hooks_of
+from kerasdist._keras.unscoped_models import can_be_called
 from kerasdist._tf.marks import facets_of
 
 # Automatic placements, which are planned when a model is first used.

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import SnapshotError
 
 # The form of the facts in a checkpoint, which may be damaged or another program's.

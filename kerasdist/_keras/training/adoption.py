@@ -26,10 +26,10 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
-from kerasdist._keras.models.local_models import check_not_local, is_in_use
 from kerasdist._keras.optimizer.learning_rate import leaves, optimizers_of
 from kerasdist._keras.placement.layers import placer_of
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of, timer_of
+from kerasdist._keras.unscoped_models import check_not_local, is_in_use
 from kerasdist._tf.variables import is_distributed
 
 # Layers whose results depend on which replica computes them.

@@ -22,7 +22,7 @@ from keras.src.callbacks import (
 )
 
 from kerasdist._keras.context import current, setting
-from kerasdist._keras.files import backups
+from kerasdist._keras.files import writers
 from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.optimizer import learning_rate
 from kerasdist._keras.optimizer.learning_rate import (
@@ -117,7 +117,7 @@ def on_train_begin(
         current.resumption.begin(self.callbacks)
     result = original(self, *args, **kwargs)
     # Only now is the state restored, wherever in the list the callback is that does it.
-    backup = backups.read(self.callbacks)
+    backup = writers.read_backup(self.callbacks)
     for callback in self.callbacks:
         if isinstance(callback, JobCallback):
             callback.resumed_after(backup.batches)

@@ -23,7 +23,6 @@ from kerasdist._keras.context import current, setting
 from kerasdist._keras.data.epoch_iterators import ending_threads_after_error
 from kerasdist._keras.data.pydataset import closing_readers
 from kerasdist._keras.data.uses import uses_of
-from kerasdist._keras.elastic.continuable import ContinuableStep
 from kerasdist._keras.elastic.evaluation import renew_prediction, repeated
 from kerasdist._keras.elastic.joining import join
 from kerasdist._keras.elastic.state.finished_calls import (
@@ -35,9 +34,9 @@ from kerasdist._keras.elastic.state.finished_calls import (
 )
 from kerasdist._keras.elastic.state.training_state import begin as begin_fit
 from kerasdist._keras.elastic.state.training_state import leave_out_epochs
+from kerasdist._keras.elastic.step import ContinuableStep
 from kerasdist._keras.files.succession import Succession, take_over
 from kerasdist._keras.files.writers import note_own_files
-from kerasdist._keras.models.local_models import warn_if_outside
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
 from kerasdist._keras.preemption.resumption import (
@@ -62,6 +61,7 @@ from kerasdist._keras.training.state import (
     statistics_of,
     take_epoch,
 )
+from kerasdist._keras.unscoped_models import warn_if_outside
 from kerasdist.transport.log import status
 
 # The check that all workers look up the same words.

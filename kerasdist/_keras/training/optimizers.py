@@ -6,7 +6,7 @@ reduces (a LossScaleOptimizer calls its inner optimizer's); inside it the gradie
 the same on all replicas.
 
 With gradient accumulation each replica adds up its own gradients, and they are reduced
-in the step that updates (`kerasdist.strategies.reduce.accumulation`), before they are
+in the step that updates (`kerasdist.strategies.reduce.gradients`), before they are
 clipped. Every step reduces if the gradients of every step are needed:
 
     LossScaleOptimizer              all replicas must know whether they are finite
@@ -27,16 +27,16 @@ from keras.src.optimizers.schedules import learning_rate_schedule
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.gradients import RAW, WHOLE, exchange, weighted
-from kerasdist._keras.models.local_models import (
-    apply_on_all,
-    build_only,
-    strategy_outside,
-)
 from kerasdist._keras.optimizer.learning_rate import own_steps, scaled, shared_steps
 from kerasdist._keras.optimizer.sparse_updates import share_reads, touched_rows
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.adoption import adopt_in_step
-from kerasdist._tf.compiled.step import padded
+from kerasdist._keras.unscoped_models import (
+    apply_on_all,
+    build_only,
+    strategy_outside,
+)
+from kerasdist._tf.compiled_step import padded
 from kerasdist._tf.marks import current_facets
 
 

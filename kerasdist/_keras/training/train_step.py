@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras.src import backend, tree
 
 from kerasdist._keras.context import current, is_timed, setting
-from kerasdist._keras.data.batches import (
+from kerasdist._keras.data.arrays import (
     BatchIterable,
     BatchIterator,
     RepeatableIterator,
@@ -24,13 +24,6 @@ from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import Taken, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
-from kerasdist._keras.models.local_models import (
-    build_by_step,
-    can_be_called,
-    has_own_step,
-    is_unbuilt,
-    make_compiled,
-)
 from kerasdist._keras.placement.layers import placer_of
 from kerasdist._keras.preemption.resumption import Departure, StepAlone
 from kerasdist._keras.protocols import (
@@ -48,6 +41,13 @@ from kerasdist._keras.training.state import (
     statistics_of,
     updated_state,
     whole_state,
+)
+from kerasdist._keras.unscoped_models import (
+    build_by_step,
+    can_be_called,
+    has_own_step,
+    is_unbuilt,
+    make_compiled,
 )
 from kerasdist._tf.marks import LAST_LOGS
 

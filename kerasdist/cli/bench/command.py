@@ -7,7 +7,7 @@ import os
 import shlex
 
 from kerasdist.cli.run import command as run
-from kerasdist.cli.run.start.launch import check_command
+from kerasdist.cli.run.launch import check_command
 
 WITH_VALUE = ("--steps",)
 _WORKER = "kerasdist.cli.bench.worker"

@@ -21,9 +21,9 @@ from typing import Any
 from kerasdist._keras.context import setting
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.callbacks.scaling import report
+from kerasdist.callbacks.scaling import bottleneck
 from kerasdist.callbacks.scaling.job_view import JobView
-from kerasdist.cli.json_output import output_to_errors
+from kerasdist.cli.console import output_to_errors
 
 
 class _Limit(JobCallback):
@@ -110,7 +110,7 @@ def _print_result(board: ScalingTensorBoard) -> None:
         return
     print(file=sys.stderr)  # a progress bar's line hasn't ended
     try:
-        print(report.to_text(board.figures, board.verdict), flush=True)
+        print(bottleneck.to_text(board.figures, board.verdict), flush=True)
     except BrokenPipeError:
         # Its reader has enough. At its end Python writes the rest.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
-from kerasdist.cli.doctor.findings import Finding
+from kerasdist.cli.doctor.machine import Finding
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError

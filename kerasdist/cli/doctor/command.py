@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from kerasdist.cli.doctor import cluster_check, encryption, hosts_check, machine
-from kerasdist.cli.doctor.findings import Finding
+from kerasdist.cli.doctor import cluster_check, hosts_check, machine
+from kerasdist.cli.doctor.machine import Finding
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.nodes import options as node_options
@@ -126,7 +126,7 @@ def _cluster_sections(
     yield "cluster", found
     if cluster is not None and (cluster.workers or cluster.servers):
         yield "secret", cluster_check.check_secret(cluster, environ)
-        yield "encryption", encryption.check_encryption(cluster, environ)
+        yield "encryption", machine.check_encryption(cluster, environ)
         began = time.monotonic()
         with cluster_check.own_port(cluster, environ) as found:
             yield "own port", found
@@ -136,7 +136,7 @@ def _cluster_sections(
                 time.sleep(max(0.0, began + _LISTEN_AT_LEAST - time.monotonic()))
     elif environ.get("KERASDIST_TLS", "").strip():
         # `kerasdist run` will use it.
-        yield "encryption", encryption.check_encryption(None, environ)
+        yield "encryption", machine.check_encryption(None, environ)
 
 
 def _print(title: str, found: Sequence[Finding]) -> None:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kerasdist.cli.doctor.cluster_check import check_peers, check_secret
-from kerasdist.cli.doctor.encryption import check_encryption
-from kerasdist.cli.doctor.findings import Finding
+from kerasdist.cli.doctor.machine import Finding, check_encryption
 from kerasdist.cli.run.hosts.check import (
     ANSWER_SECONDS,
     HostProbe,

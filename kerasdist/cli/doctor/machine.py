@@ -3,20 +3,78 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.cli.allocator import ALLOCATORS, find_allocator
 from kerasdist.cli.ask_tensorflow import ANSWER, TensorFlowError, ask_tensorflow
-from kerasdist.cli.doctor.findings import Finding
+from kerasdist.cluster import Cluster
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.memory import create_segment
+from kerasdist.transport.tls.credentials import tls_fault
+from kerasdist.transport.wire.handshake import is_loopback
+
+# The doctor's check of this task's certificates.
+
+
+def check_encryption(
+    cluster: Cluster | None, environ: Mapping[str, str]
+) -> list[Finding]:
+    """Check whether the job's connections are encrypted, and the certificates fit.
+
+    Args:
+        cluster: The cluster; None if the settings have none.
+        environ: The environment.
+    """
+    fault = tls_fault(environ)
+    if fault is not None:
+        text, _, remedy = fault.partition(" Expected ")
+        return [Finding(level="fault", text=text, remedy=f"expected {remedy}")]
+    if environ.get("KERASDIST_TLS", "").strip():
+        text = (
+            "KERASDIST_TLS is set, and the certificate is valid: TCP connections are "
+            "encrypted"
+        )
+        return [Finding(level="ok", text=text)]
+    addresses = () if cluster is None else (*cluster.workers, *cluster.servers)
+    local = all(is_loopback(address) for address in addresses)
+    why = (
+        "and isn't needed: no address can be reached from other machines"
+        if local
+        else "so nothing is encrypted between the machines"
+    )
+    return [Finding(level="ok", text=f"KERASDIST_TLS isn't set, {why}")]
+
+
+# The result of one check of `kerasdist doctor`.
+#
+# A check returns findings and prints nothing. A fault of the machine or the settings is
+# a finding with a remedy, never an exception.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        level: `"ok"`, `"warn"` (works, but may surprise) or `"fault"` (a job can't
+            run like this).
+        text: What was found.
+        remedy: The action to take; empty if none is needed.
+    """
+
+    level: Literal["ok", "warn", "fault"]
+    text: str
+    remedy: str = ""
+
 
 _MiB = 1024**2
 _DISTRIBUTIONS = {

@@ -17,15 +17,15 @@ from kerasdist.cli.allocator import ALLOCATORS
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.elastic import options as elastic_options
 from kerasdist.cli.run.function.files import FunctionFiles
-from kerasdist.cli.run.gpus import options as gpu_options
+from kerasdist.cli.run.gpus import division as gpu_options
+from kerasdist.cli.run.gpus.division import divide_all, is_divided
 from kerasdist.cli.run.gpus.find import find_gpus
-from kerasdist.cli.run.gpus.hosts import divide_all, is_divided
 from kerasdist.cli.run.hosts import options as host_options
 from kerasdist.cli.run.hosts.check import HostsError, on_hosts
 from kerasdist.cli.run.job import JobSpec
+from kerasdist.cli.run.launch import check_command, launch
 from kerasdist.cli.run.nodes import options as node_options
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
-from kerasdist.cli.run.start.launch import check_command, launch
 from kerasdist.placement.advice import counted
 from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault

@@ -22,7 +22,7 @@ from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.job import JobSpec, Task
 from kerasdist.cli.run.output import Lines, LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.cli.run.ports import JobPorts
-from kerasdist.cli.run.quiet.start_up_lines import ChiefErrors, QuietLines, StartUpLines
+from kerasdist.cli.run.start_up_lines import ChiefErrors, QuietLines, StartUpLines
 from kerasdist.transport.liveness.failure_protocol import (
     ERROR_VARIABLE,
     FinalError,

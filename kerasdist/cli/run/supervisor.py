@@ -48,8 +48,8 @@ from kerasdist.cli.run.processes import (
     kill_left_behind,
     signal_all,
 )
-from kerasdist.cli.run.quiet.start_up_lines import ChiefErrors
 from kerasdist.cli.run.spawn import Launch, Started, lines_of
+from kerasdist.cli.run.start_up_lines import ChiefErrors
 
 # The report to the caller about the end of a job that ran a function.
 

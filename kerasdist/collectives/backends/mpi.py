@@ -23,7 +23,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.cluster.mpi import MPI_VARIABLES
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.ops import Array, octets
+from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.failure_protocol import Unsupervised, final_exception

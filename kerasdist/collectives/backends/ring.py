@@ -15,7 +15,7 @@ import numpy as np
 
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
-from kerasdist.collectives.ops import Array, equal_part, octets, reducer
+from kerasdist.collectives.row_exchange import Array, equal_part, octets, reducer
 from kerasdist.transport.base import Peer, Transport
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor

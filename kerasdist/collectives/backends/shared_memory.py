@@ -56,7 +56,7 @@ from kerasdist.collectives.fused_buffer import (
     FusedBuffer,
     Memory,
 )
-from kerasdist.collectives.ops import Array, equal_part, reducer
+from kerasdist.collectives.row_exchange import Array, equal_part, reducer
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor

@@ -6,7 +6,7 @@ import numpy as np
 
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Unsupervised

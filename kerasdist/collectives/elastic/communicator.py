@@ -29,8 +29,7 @@ from kerasdist.collectives.elastic.membership.agreement import Agreement
 from kerasdist.collectives.elastic.membership.lines import Lines
 from kerasdist.collectives.elastic.membership.startup import survey
 from kerasdist.collectives.failures import copy_to_raise
-from kerasdist.collectives.ops import Array
-from kerasdist.collectives.row_exchange import Slices
+from kerasdist.collectives.row_exchange import Array, Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.membership.events import Member
 from kerasdist.transport.tracing import Recorder

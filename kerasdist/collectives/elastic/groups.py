@@ -14,7 +14,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
 from kerasdist.collectives.elastic.membership.lines import Lines
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.deadline import Cancellation, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.membership.events import Decision, Member

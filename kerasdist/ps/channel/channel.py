@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import ProtocolError
 from kerasdist.ps.layout import dtype_of
 from kerasdist.transport.base import Aborted

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives.ops import Array, octets
+from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.errors import ProtocolError, SharedMemoryFull
 from kerasdist.ps.channel.channel import (
     Channel,
@@ -43,8 +43,7 @@ from kerasdist.ps.channel.channel import (
     read_specs,
     spans,
 )
-from kerasdist.transport.base import Aborted
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.fd_passing import receive_descriptor
 from kerasdist.transport.log import background_log

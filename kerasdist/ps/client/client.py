@@ -21,7 +21,7 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import copy_to_raise
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.ps.channel.channel import Message
 from kerasdist.ps.client.communicator import Build, Job, ServerCommunicator
 from kerasdist.ps.client.connection import Roster, ServerConnections

@@ -25,7 +25,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
-from kerasdist.collectives.ops import Array, check_dtype, equal_part
+from kerasdist.collectives.row_exchange import Array, check_dtype, equal_part
 from kerasdist.ps.channel.channel import Channel, Message
 from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import Progress

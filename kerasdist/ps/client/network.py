@@ -26,8 +26,7 @@ from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.ps.server.registration import PURPOSE, missing_from_json
-from kerasdist.transport.base import Aborted
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry

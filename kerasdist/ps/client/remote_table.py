@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.ops import Array, octets
+from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.ps.channel.channel import Channel, Message, Spec
 from kerasdist.ps.client.communicator import Job
 from kerasdist.ps.layout import Layout, Piece, dtype_of
-from kerasdist.ps.tables.table import merge_rows
+from kerasdist.ps.tables.served_table import merge_rows
 from kerasdist.transport.tracing import Laps, now
 from kerasdist.transport.wire.framing import Call, FrameType
 

@@ -19,8 +19,7 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.collectives.elastic.groups import CannotConnect
 from kerasdist.ps.layout import ServerSettings
-from kerasdist.transport.base import Aborted
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.wire.framing import FrameType, unexpected

@@ -32,7 +32,7 @@ from kerasdist.ps.elastic.search import (
 from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.server.batch_queue import Load, share_in_words
 from kerasdist.ps.server.server import ParameterServer, session_name
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter

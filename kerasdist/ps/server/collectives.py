@@ -29,7 +29,7 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.collectives.fused_buffer import BufferPool
-from kerasdist.collectives.ops import Array, reducer
+from kerasdist.collectives.row_exchange import Array, reducer
 from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.tables.served_table import Place
 from kerasdist.ps.tables.tables import ServedTables

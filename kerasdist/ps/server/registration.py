@@ -16,7 +16,7 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.ps.membership import Progress, WorkerRecord
 from kerasdist.ps.server.handler import RequestHandler
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,

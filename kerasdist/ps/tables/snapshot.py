@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from kerasdist.collectives.ops import Array, octets
+from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.errors import ProtocolError, SnapshotError
 from kerasdist.ps.channel.channel import read_specs
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import ProtocolError, SnapshotError
 from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Membership, WorkerRecord

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from kerasdist import errors
-from kerasdist.collectives.ops import Array, octets
+from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Membership, WorkerRecord
 from kerasdist.ps.tables.served_table import Place, ServedTable

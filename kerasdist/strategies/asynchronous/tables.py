@@ -13,7 +13,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import own_steps
 from kerasdist._tf.variables import of_tensorflow
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.weights import SharedWeights, key_of
 from kerasdist.strategies.reduce.consensus import Consensus

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from kerasdist.collectives.fused_buffer import BufferPool
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.ps import Change, Pulled, Rows, Variable
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 

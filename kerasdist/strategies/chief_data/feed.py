@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import BatchIterable, BatchIterator, StepTimer, close_at_end
-from kerasdist.collectives.ops import equal_part
+from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.chief_data.encoding import (
     Encoded,
     decode,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from kerasdist._keras import ArrayData
-from kerasdist.collectives.ops import equal_part
+from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.batch_split import with_facts
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdist.collectives.ops import equal_part
+from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.item_codec import with_remedies
 from kerasdist.strategies.reduce.workers import Workers
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kerasdist import _keras
 from kerasdist.strategies.distribution.owner import StrategyOwner
+from kerasdist.strategies.options import check_installed
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
-from kerasdist.strategies.versions import check_installed
 
 
 def enable_keras_distribution(strategy: DataParallelStrategy | None = None) -> None:

@@ -33,7 +33,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.graph import graph_clocks
 from kerasdist.collectives.clock_sync import compare
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.placement.micro_batch_order import Part
 from kerasdist.placement.visits import union_length
 

@@ -41,7 +41,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.data.batch_split import rows_of, split_part
 from kerasdist.strategies.measure.communication import (
     BEGIN,

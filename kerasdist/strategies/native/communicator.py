@@ -27,7 +27,7 @@ from kerasdist.collectives import Communicator
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.failures import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.ops import Array, itemsize
+from kerasdist.collectives.row_exchange import Array, itemsize
 from kerasdist.strategies.local_sums.choice import communication_hint
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline

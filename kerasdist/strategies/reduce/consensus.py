@@ -120,7 +120,7 @@ def check_state(
         workers: The workers that reduce together.
         variables: Names and variables, in the same order on all workers.
         parts: The same for variables of which each replica may have its own part, see
-            `strategies.reduce.accumulation`: if they differ, all take the mean.
+            `strategies.reduce.gradients`: if they differ, all take the mean.
         broadcast: Whether all take the chief's values if they differ before the first
             step.
         epoch: The number of the epoch that has ended; None before the first step.

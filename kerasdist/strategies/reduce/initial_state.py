@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdist.collectives.ops import Array
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import CollectiveError
 from kerasdist.strategies.reduce.consensus import digest_of
 from kerasdist.strategies.reduce.workers import Workers

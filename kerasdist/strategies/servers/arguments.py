@@ -16,9 +16,8 @@ from kerasdist.strategies.elasticity import (
     refuse_asynchronous,
     refuse_option,
 )
-from kerasdist.strategies.options import Options
+from kerasdist.strategies.options import Options, check_installed
 from kerasdist.strategies.role.cluster_resolver import given_cluster, refuse_mpi
-from kerasdist.strategies.versions import check_installed
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log.default_handler import name_task
 

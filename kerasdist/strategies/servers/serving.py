@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kerasdist.errors import ClusterError
 from kerasdist.ps.elastic.server import run_elastic_server
-from kerasdist.ps.server.main import run_server
+from kerasdist.ps.server.server import run_server
 from kerasdist.strategies.servers.arguments import Arguments
 
 

@@ -23,7 +23,6 @@ from kerasdist.strategies.chief_data.items import (
     settle_batch,
 )
 from kerasdist.strategies.data.array_epochs import ArrayEpochs, epoch_order
-from kerasdist.strategies.data.auto_shard import is_by_file, own_part
 from kerasdist.strategies.data.batch_split import (
     CHECKSUM,
     SameBatches,
@@ -34,7 +33,7 @@ from kerasdist.strategies.data.batch_split import (
     split_part,
     with_facts,
 )
-from kerasdist.strategies.data.own_rows import OwnRows
+from kerasdist.strategies.data.own_rows import OwnRows, is_by_file, own_part
 from kerasdist.strategies.data.per_worker import PerWorkerDataset
 from kerasdist.strategies.data.pydataset_exchange import share_items
 from kerasdist.strategies.data.startup_message import GivenData, describe

@@ -26,9 +26,8 @@ from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.reduce.accumulation import end_window
 from kerasdist.strategies.reduce.consensus import Consensus, check_state
-from kerasdist.strategies.reduce.gradients import reduce_gradients
+from kerasdist.strategies.reduce.gradients import end_window, reduce_gradients
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 from kerasdist.strategies.reduce.initial_state import give_state, share_state
 from kerasdist.strategies.reduce.workers import (

@@ -40,8 +40,7 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.base import Peer
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import decode, encode

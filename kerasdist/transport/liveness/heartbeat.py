@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Hashable
 
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.log import background_log
 from kerasdist.transport.tls.tls_socket import holds_bytes

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.probe import look_up, why_unreachable
@@ -24,8 +24,7 @@ from kerasdist.transport.tls.credentials import Credentials
 from kerasdist.transport.tls.tls_socket import binding_of
 from kerasdist.transport.tls.upgrade import connect_tls, wrap_dialed
 from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.handshake import is_loopback
-from kerasdist.transport.wire.same_user import why_not_same_user
+from kerasdist.transport.wire.handshake import is_loopback, why_not_same_user
 
 _Result = TypeVar("_Result")
 

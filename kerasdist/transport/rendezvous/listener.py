@@ -27,7 +27,7 @@ from kerasdist.errors import (
     ClusterError,
     ProtocolError,
 )
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.log.background_log import LimitedLog
 from kerasdist.transport.memory import close_in_children
@@ -37,8 +37,7 @@ from kerasdist.transport.tls.tls_socket import binding_of
 from kerasdist.transport.tls.upgrade import accept_tls, wrap_accepted
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType, write_frame
-from kerasdist.transport.wire.handshake import is_loopback
-from kerasdist.transport.wire.same_user import why_not_same_user
+from kerasdist.transport.wire.handshake import is_loopback, why_not_same_user
 
 # Mailboxes of authenticated connections, which wait until a session takes them.
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.transport.base import Aborted, Peer
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Aborted, Connection, Peer
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
 from kerasdist.transport.rendezvous.listener import Listener

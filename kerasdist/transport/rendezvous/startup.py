@@ -24,8 +24,7 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.base import Aborted, Peer
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Aborted, Connection, Peer
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.rendezvous.dial import PROBE_SECONDS, dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener

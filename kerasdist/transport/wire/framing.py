@@ -191,7 +191,7 @@ def unexpected(frame: FrameType) -> ProtocolError:
 # Small messages outside of collectives: reading and writing one control frame.
 #
 # They are used in a handshake; after it frames are authenticated, see
-# `kerasdist.transport.connection`. Payloads are bytes or JSON objects of at most
+# `kerasdist.transport.base`. Payloads are bytes or JSON objects of at most
 # `MAX_CONTROL` bytes.
 
 

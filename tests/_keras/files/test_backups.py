@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kerasdist
-from kerasdist._keras.files.backups import Backup, read
+from kerasdist._keras.files.writers import Backup, read_backup
 
 Kept = keras.callbacks.BackupAndRestore
 
@@ -42,8 +42,8 @@ def test_it_is_read(tmp_path, freq, text, expected):
     kept = Kept(str(tmp_path), save_freq=freq)
     if text is not None:
         (tmp_path / "training_metadata.json").write_text(text, encoding="utf-8")
-    assert read([keras.callbacks.History(), kept]) == expected
-    assert read([keras.callbacks.History()]) == Backup()
+    assert read_backup([keras.callbacks.History(), kept]) == expected
+    assert read_backup([keras.callbacks.History()]) == Backup()
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

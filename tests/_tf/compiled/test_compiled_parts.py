@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.compiled.step import Node, divide, padded
+from kerasdist._tf.compiled_step import Node, divide, padded
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 

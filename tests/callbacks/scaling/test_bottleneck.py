@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kerasdist.callbacks.scaling import report
+from kerasdist.callbacks.scaling import bottleneck
 from kerasdist.callbacks.scaling.bottleneck import LEAST, in_seconds, judge
 from kerasdist.callbacks.scaling.metrics import PHASES, Figures
 
@@ -241,11 +241,11 @@ def test_as_a_page_and_for_a_terminal():
         idle=(0.25, 0.5),
     )
     verdict = judge(found)
-    page = report.to_markdown(found, verdict)
+    page = bottleneck.to_markdown(found, verdict)
     assert page.startswith(f"### {verdict.headline}\n")
     for phase in PHASES:
         assert re.search(rf"^\| {phase} \| .* \| [\d.]+% \|$", page, re.M)
-    text = report.to_text(found, verdict)
+    text = bottleneck.to_text(found, verdict)
     assert "`" not in text
     for line in (
         "workers             4",
@@ -262,18 +262,18 @@ def test_as_a_page_and_for_a_terminal():
 
 def test_one_worker_has_a_shorter_page():
     found = figures(1, compute=9, outside=3, bandwidth=0.0, link=None)
-    text = report.to_text(found, judge(found))
+    text = bottleneck.to_text(found, judge(found))
     assert re.search(r"^  examples/s +21,333$", text, re.M)
     for phase in ("pack", "communicate", "wait"):
         assert phase not in text
     # With servers it does communicate.
     found = figures(1, compute=9, communicate=3, in_step=False)
-    assert "    communicate" in report.to_text(found, judge(found))
+    assert "    communicate" in bottleneck.to_text(found, judge(found))
 
 
 def test_many_workers_arent_named_one_by_one():
     found = figures(64, compute=10, by_rank={r: 100.0 + r % 63 for r in range(64)})
-    text = report.to_text(found, judge(found))
+    text = bottleneck.to_text(found, judge(found))
     assert "25,600 (rank 0 100 to rank 62 162)" in text
 
 

@@ -16,7 +16,7 @@ import pytest
 from certificates import Authority
 from kerasdist import cli
 from kerasdist.cli.allocator import find_allocator
-from kerasdist.cli.doctor import cluster_check, encryption, machine
+from kerasdist.cli.doctor import cluster_check, machine
 from kerasdist.cluster import Cluster
 from pace import bound
 from workers import free_ports, python_env
@@ -248,7 +248,7 @@ def test_encryption(tmp_path):
         ("host", {"KERASDIST_TLS": "a,b,c"}, "fault", "KERASDIST_TLS can't be used: t"),
     ]:
         cluster = cluster_of(f"{host}:1", f"{host}:2")
-        (found,) = encryption.check_encryption(cluster, environ)
+        (found,) = machine.check_encryption(cluster, environ)
         assert found.level == level
         assert found.text.startswith(text)
     assert found.remedy.startswith('expected "certificate,key,ca": three files in PEM')

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from kerasdist import __version__, cli
-from kerasdist.cli.env import command
-from kerasdist.cli.env.command import HIDDEN, hide_secrets, shown_variables
+from kerasdist.cli import env as command
+from kerasdist.cli.env import HIDDEN, hide_secrets, shown_variables
 
 PARTS = (
     *("versions", "extras", "system", "memory", "control_group", "limits", "network"),

@@ -21,7 +21,7 @@ import time
 import numpy as np
 from kerasdist.cluster import resolve
 from kerasdist.ps import *
-from kerasdist.ps.server.main import run_server
+from kerasdist.ps.server.server import run_server
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 

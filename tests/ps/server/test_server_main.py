@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from kerasdist.ps import ServerSettings, Variable, connect_servers
-from kerasdist.ps.server.main import run_server
+from kerasdist.ps.server.server import run_server
 from pace import bound
 from servers import SECONDS, server_place, worker_place
 from waiting import wait_until

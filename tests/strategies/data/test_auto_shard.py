@@ -7,7 +7,7 @@ import itertools
 import pytest
 from scripts import NOTING, PRELUDE
 
-from kerasdist.strategies.data.auto_shard import own_sizes
+from kerasdist.strategies.data.own_rows import own_sizes
 from workers import Workers
 
 SCRIPT = (

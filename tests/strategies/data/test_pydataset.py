@@ -11,7 +11,7 @@ import pytest
 from scripts import NOTING, PRELUDE
 
 from kerasdist._keras.data import pydataset
-from kerasdist.collectives.ops import equal_part
+from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.item_codec import ItemCodec
 from pace import bound
 from workers import Workers

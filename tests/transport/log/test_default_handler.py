@@ -160,11 +160,10 @@ def test_a_notebooks_stream_is_the_one_of_the_moment():
 # `print` is for what a command was asked for, and for what its tasks have written.
 PRINTS = {
     "kerasdist/cli/bench/worker.py",
-    "kerasdist/cli/completion/command.py",
+    "kerasdist/cli/completion.py",
     "kerasdist/cli/doctor/command.py",
-    "kerasdist/cli/env/command.py",
-    "kerasdist/cli/json_output.py",
-    "kerasdist/cli/parser.py",
+    "kerasdist/cli/env.py",
+    "kerasdist/cli/console.py",
     "kerasdist/cli/plan.py",
     "kerasdist/cli/run/bootstrap.py",
     "kerasdist/cli/run/outcome.py",

@@ -21,7 +21,7 @@ from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType, read_frame, write_frame
-from kerasdist.transport.wire.same_user import why_not_same_user
+from kerasdist.transport.wire.handshake import why_not_same_user
 from pace import bound
 from waiting import wait_until
 from workers import free_ports

@@ -16,7 +16,7 @@ from typing import Any
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
-from kerasdist._keras.data.batches import (
+from kerasdist._keras.data.arrays import (
     BatchIterator,
     CountedData,
     RepeatableIterator,

@@ -2,12 +2,94 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import logging
+import shlex
+from collections.abc import Mapping, Sequence
 
+from kerasdist.cli.console import print_line
 from kerasdist.cli.run.gpus.find import VARIABLE
 from kerasdist.placement.advice import counted
+
+# The option `--gpus` of `kerasdist run`.
+
+WITH_VALUE = ("--gpus",)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the option to those of `run`."""
+    parser.add_argument(
+        "--gpus",
+        metavar="auto|N|all|none",
+        default="auto",
+        help="the GPUs of each worker: 'auto': its share of those of its host; N: this "
+        "many of them; 'all': each worker sees all of them; 'none': none. Servers have "
+        "none, unless 'all' is given (default: auto)",
+    )
+
+
+def check_option(arguments: argparse.Namespace, faults: list[str]) -> None:
+    """Check the option's value.
+
+    Args:
+        arguments: The parsed arguments.
+        faults: Takes a message about a value that can't be used.
+    """
+    text = arguments.gpus
+    if text in ("auto", "all", "none") or (text.isdecimal() and text.isascii()):
+        return
+    faults.append(
+        "--gpus must be 'auto', 'all', 'none' or a number >= 0. Received: --gpus "
+        f"{shlex.quote(text)}"
+    )
+
+
+# The division of the GPUs of all hosts of a job, and the lines about it.
+
+
+def is_divided(option: str) -> bool:
+    """Return whether a value of `--gpus` needs the hosts' GPUs to be found."""
+    return option not in ("all", "none", "0")
+
+
+def divide_all(
+    option: str,
+    found: Mapping[str, tuple[Sequence[str], str]],
+    workers: Mapping[str, int],
+    faults: list[str],
+) -> dict[str, Division]:
+    """Divide the GPUs of each host among its workers, and tell the user.
+
+    Args:
+        option: The value of `--gpus`, which has been checked.
+        found: By host, "" for this one, what `find_gpus` returns there.
+        workers: The largest number of workers of each host.
+        faults: Takes a message about each host where that isn't possible.
+    """
+    divisions = {}
+    for host, count in workers.items():
+        names, reason = found.get(host, ((), ""))
+        if reason and option != "auto":
+            faults.append(
+                f"{host or 'this host'} can't list its GPUs: {reason}. Received: "
+                f"--gpus {option}. Expected a working nvidia-smi, or "
+                "CUDA_VISIBLE_DEVICES with the GPUs of the job"
+            )
+            continue
+        if reason:
+            print_line(
+                f"the GPUs of {host or 'this host'} aren't divided among the workers: "
+                f"{reason}. Set CUDA_VISIBLE_DEVICES, or --gpus all or none",
+                logging.WARNING,
+            )
+        divisions[host] = divide(option, names, count, faults, host)
+    text = in_words(list(divisions.values()))
+    if text and not faults:
+        print_line(text)
+    return divisions
+
 
 # What CUDA reads as no GPU.
 _NONE = "-1"

@@ -28,7 +28,7 @@ from kerasdist.cli.run.hosts.reach import is_here
 from kerasdist.cli.run.nodes.options import NodeOptions
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.log.default_handler import LOGGER
 from kerasdist.transport.rendezvous.dial import dial_tcp

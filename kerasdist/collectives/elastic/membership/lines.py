@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kerasdist.errors import AuthenticationError, ProtocolError
-from kerasdist.transport.connection import Connection
+from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.log import background_log
 from kerasdist.transport.membership.encoding import decode, encode

@@ -225,7 +225,7 @@ def build_only(optimizer: Any, variables: Any) -> None:
 # Steps of models that were compiled with `jit_compile=True`.
 #
 # Keras lets XLA compile all of a step. Here the strategy does, around the exchange: see
-# `kerasdist._tf.compiled`.
+# `kerasdist._tf.compiled_step`.
 
 
 def make_compiled(
