@@ -26,7 +26,16 @@ MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a site that was just built."""
+    """The folder of a site of the present pages: that of `make docs`, or a new one."""
+    made = ROOT / "site"
+    if (made / "sitemap.xml").exists():
+        built = (made / "sitemap.xml").stat().st_mtime
+        folders = ("docs", "examples", "kerasdist", "callbacks", "benchmarks")
+        places = [*ROOT.glob("*.md"), ROOT / "mkdocs.yml"]
+        for folder in folders:
+            places += [p for p in (ROOT / folder).rglob("*.*") if p.suffix != ".pyc"]
+        if all(place.stat().st_mtime < built for place in places):
+            return made
     missing = None if MKDOCS.is_file() else "there is no mkdocs in .venv-docs"
     need(missing, "make docs")
     folder = tmp_path_factory.mktemp("site") / "site"

@@ -117,6 +117,8 @@ def _distribute(self: Any, hooks: KerasHooks, generator: GeneratorFacts | None) 
             return
     if hooks.data.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         self._distributed_dataset = hooks.data.distribute_arrays(ArrayData(adapter))
+        if hooks.elastic is None and self.steps_per_epoch is None:
+            _begin_epochs_once(self)
         return
     if hooks.data.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
         self._distributed_dataset = hooks.data.distribute_items(ItemData(adapter))
@@ -138,6 +140,25 @@ def _distribute(self: Any, hooks: KerasHooks, generator: GeneratorFacts | None) 
         # The largest number of any worker, because Keras's loop counts batches.
         self.data_adapter = _WithLength(adapter, length)
         self._num_batches = length
+
+
+def _begin_epochs_once(self: Any) -> None:
+    """Spare the iterator that Keras makes at the end of each epoch.
+
+    It is for `steps_per_epoch`: otherwise the next epoch drops it and makes another.
+    """
+    adapter, data = self.data_adapter, self._distributed_dataset
+
+    def enumerate_batches() -> Any:
+        adapter.on_epoch_begin()
+        batches, steps = iter(data), self.steps_per_execution
+        for step in range(0, self._num_batches, steps):
+            yield step, step + steps - 1, batches
+        data.skip_epoch()  # the one that Keras would have begun
+        adapter.on_epoch_end()
+
+    if hasattr(data, "skip_epoch"):
+        self._enumerate_iterator = enumerate_batches
 
 
 def _count_uses(self: Any, hooks: KerasHooks, given: Any) -> None:

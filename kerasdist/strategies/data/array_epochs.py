@@ -149,6 +149,10 @@ class ArrayEpochs:
         )
         return iter(self._dataset)
 
+    def skip_epoch(self) -> None:
+        """Count an iteration that isn't made: the later ones have the same orders."""
+        self._epoch += 1
+
 
 class ArrayParts:
     """A worker's parts of the batches of arrays, for one layout of the replicas.

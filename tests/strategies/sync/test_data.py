@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kerasdist
+from kerasdist.strategies.data.array_epochs import ArrayEpochs
 from sessions import Session
 from workers import Workers
 
@@ -292,6 +293,29 @@ m.fit(x, x, batch_size=7, epochs=1, verbose=0)
 result([list(equal), list(set(shapes))])
 """
     assert run(body) == [[[3], [None]], [[2], [None]]]
+
+
+def test_an_epoch_of_arrays_makes_one_iterator(monkeypatch):
+    made, skipped = [], []
+    for name, noted in (("__iter__", made), ("skip_epoch", skipped)):
+        real = getattr(ArrayEpochs, name)
+        monkeypatch.setattr(
+            *(ArrayEpochs, name),
+            lambda self, real=real, noted=noted: noted.append(self) or real(self),
+        )
+    x = np.zeros((6, 1), "float32")
+    with kerasdist.RingStrategy() as strategy:
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(x, x, batch_size=4, epochs=3, verbose=0)
+        training = len(made)
+        model.fit(x, x, batch_size=4, epochs=2, steps_per_epoch=1, verbose=0)
+    # One more reads the rows from which the model is built.
+    assert training == 4
+    # Those that Keras would have made, too, count for the orders of the later ones.
+    assert len(skipped) == 3
+    assert len(made) - training == 2
 
 
 def test_parts_for_gpus_take_another_way_with_the_same_numbers():
