@@ -196,7 +196,7 @@ def distribute_from_function(
     )
 
 
-class PartsDataset(tf.distribute.DistributedDataset):
+class PartsDataset:
     """A dataset whose elements are parts: one for each local replica in turn.
 
     TensorFlow's own distributed dataset fetches to devices in the background. For that
@@ -223,10 +223,6 @@ class PartsDataset(tf.distribute.DistributedDataset):
     def element_spec(self) -> Any:
         """The specification of the elements: each replica's is that of the parts."""
         return _per_replica_spec(self._dataset.element_spec, len(self._devices))
-
-    def reduce(self, initial_state: Any, reduce_func: Any) -> Any:
-        """See `tf.distribute.DistributedDataset`; for loops in graphs only."""
-        raise NotImplementedError("Steps take batches from iterators.")
 
 
 class PartsIterator(
@@ -258,8 +254,15 @@ class PartsIterator(
         return regroup([self.parts.get_next() for _ in range(self.replicas)])
 
     def get_next_as_optional(self) -> Any:
-        """See `tf.distribute.DistributedIterator`; for loops in graphs only."""
-        raise NotImplementedError("Steps take batches with `next`.")
+        """Return the next batch, or the fact that there is none, as an `Optional`."""
+        parts = [self.parts.get_next_as_optional() for _ in range(self.replicas)]
+        return tf.cond(
+            parts[-1].has_value(),
+            lambda: tf.experimental.Optional.from_value(
+                regroup([part.get_value() for part in parts])
+            ),
+            lambda: tf.experimental.Optional.empty(self.element_spec),
+        )
 
     @property
     def element_spec(self) -> Any:

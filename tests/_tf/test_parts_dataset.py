@@ -61,7 +61,19 @@ def test_its_elements_are_described():
     assert leaves == [fill, fill, number, number]
 
 
-def test_it_is_what_tensorflow_calls_distributed():
-    dataset = parts(4)
-    assert isinstance(dataset, tf.distribute.DistributedDataset)
-    assert isinstance(iter(dataset), tf.distribute.DistributedIterator)
+def test_an_optional_has_a_batch_or_none():
+    iterator = iter(parts(4))
+    assert isinstance(iterator, tf.distribute.DistributedIterator)
+
+    @tf.function
+    def count():
+        total = tf.constant(0, tf.int64)
+        batch = iterator.get_next_as_optional()
+        while batch.has_value():
+            first, second = batch.get_value()[1]["n"].values
+            total += first * 10 + second
+            batch = iterator.get_next_as_optional()
+        return total
+
+    assert int(count()) == 1 + 23
+    assert not iterator.get_next_as_optional().has_value()

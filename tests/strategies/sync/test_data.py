@@ -336,11 +336,12 @@ def test_parts_for_gpus_take_another_way_with_the_same_numbers():
     x = np.random.default_rng(0).normal(size=(25, 4)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
     found = []
-    for data in ((x, y), (tf.data.Dataset.from_tensor_slices((x, y)).batch(8),)):
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    for data, steps in (((x, y), 1), ((dataset,), 1), ((x, y), 3), ((dataset,), 3)):
         keras.utils.set_random_seed(1)
         with strategy.scope():
             m = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
-            m.compile("adam", "mse")
+            m.compile("adam", "mse", steps_per_execution=steps)
         size = 8 if len(data) == 2 else None
         history = m.fit(*data, batch_size=size, epochs=2, verbose=0).history["loss"]
         weights = [w.tolist() for w in m.get_weights()]
@@ -358,6 +359,6 @@ def test_parts_for_gpus_take_another_way_with_the_same_numbers():
     )
     with Workers(script, 1) as host, Workers(forced, 1) as gpus:
         ours, theirs = (job.succeed()[0].result for job in (host, gpus))
-    assert [each.pop(0) for each in ours] == ["PartsDataset"] * 2
-    assert [each.pop(0) for each in theirs] == ["DistributedDatasetsFromFunction"] * 2
+    assert [each.pop(0) for each in ours] == ["PartsDataset"] * 4
+    assert [each.pop(0) for each in theirs] == ["DistributedDatasetsFromFunction"] * 4
     assert ours == theirs
