@@ -1,7 +1,7 @@
 """The trace of a step, and its parts as functions of which XLA compiles each.
 
 XLA compiles whole functions, and can't call the communicator. So the step is traced as
-one graph, whose operations are divided into parts (`parts`). Each becomes a function
+one graph, whose operations are divided into parts. Each becomes a function
 that XLA compiles, and the exchange runs between them as in any other graph:
 
     part 1                exchange         part 2

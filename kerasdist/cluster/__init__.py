@@ -1,6 +1,6 @@
 """Cluster settings: this process's rank and its peers' addresses, parsed and validated.
 
-No socket is opened and no name is resolved here, but in `this_host`. All faults that
+No socket is opened and no name is resolved here, but in `address`. All faults that
 the text of the settings alone shows are gathered into one `ClusterError`.
 """
 

@@ -1,6 +1,6 @@
 """Parameter servers: tables, clocks, servers and clients. No TensorFlow, no Keras.
 
-`settings` and `layout` (the assignment of variables' parts to servers) are shared by
+`layout` (the settings, and the assignment of variables' parts to servers) is shared by
 both sides. Keras variables that are held by servers are in `strategies.asynchronous`.
 """
 

@@ -137,8 +137,8 @@ class Shadow:
 
 # Updates of the weights that wait for the commit of their step.
 #
-# A step that ends before its commit then hasn't changed what an optimizer updates: none
-# of it is kept (`shadow`), which would cost a copy, because values that are kept aren't
+# A step that ends before its commit then hasn't changed what an optimizer updates: no
+# `Shadow` of it is kept, which would cost a copy, because values that are kept aren't
 # overwritten in place.
 #
 #     forward, gradients ── metrics ── reduce both: the commit ── updates

@@ -50,7 +50,7 @@ from kerasdist._tf.variables import is_distributed
 #
 #     {"epoch": 1, "batch": 2, "kerasdist": {"steps": 9, "steps_of_epoch": 3}}
 #
-# A job that resumes from such a backup, in any strategy, writes it, too: `global_step`.
+# A job that resumes from such a backup, in any strategy, writes it, too.
 
 _KEY = "kerasdist"
 

@@ -13,7 +13,7 @@ value, as variables are that are created inside.
                     at its first `update_state`, inside of `strategy.run`
 
 A model that was itself created outside belongs to no strategy, unless it is used inside
-of the scope: see `local_models`.
+of the scope: see `unscoped_models`.
 """
 
 from __future__ import annotations

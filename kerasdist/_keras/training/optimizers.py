@@ -130,7 +130,7 @@ def apply(
     if not (window or all(kind == WHOLE for kind in kinds)):
         grads = reduce()
     elif window and current.rows is not None:
-        # As large as those of one process, see `reduce.accumulation`.
+        # As large as those of one process, see `reduce.gradients`.
         weight = tf.cast(current.rows > 0, tf.float32) * replicas
         grads = [weighted(each, weight) for each in parts()]
     updated: list[Any] = []
@@ -218,8 +218,8 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
 def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
     """Replace `BaseOptimizer._get_current_learning_rate`.
 
-    A schedule is evaluated at the step count of all workers, see `global_step`, and the
-    factor of `learning_rate` applied.
+    A schedule is evaluated at the step count of all workers, and the factor of
+    `ScaleLearningRate` is applied: see `learning_rate`.
     """
     return scaled(optimizer, _unscaled(original, optimizer))
 

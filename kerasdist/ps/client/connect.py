@@ -51,7 +51,7 @@ def enter(client: ServerClient, fit: int) -> Entry:
     """Wait until the others are between two epochs, and join them.
 
     Args:
-        client: This worker's client; it joins later (`client.joining`).
+        client: This worker's client; it joins later.
         fit: Number of the `fit` that it is in, from 1.
 
     Raises:

@@ -4,7 +4,7 @@
 lengths may differ. A worker whose dataset has ended continues with empty batches, which
 weigh nothing, until all have ended: so no worker waits for one that has left. Each
 batch costs one small collective. The same holds for datasets that are divided by file,
-see `auto_shard`; there a worker without any data is an error.
+see `own_rows`; there a worker without any data is an error.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def parts_of_a_step(
     """Return the times and bytes of one step, on average, by the names of `StepTimes`.
 
     Args:
-        sums: The sums of the measured steps, see `measure.counters`; at least one step.
+        sums: The sums of the measured steps; at least one step.
         spans: The communication in them.
         inside: Seconds inside of their calls, if those are several steps each.
         met: Seconds in them of waiting for other workers before a step began.

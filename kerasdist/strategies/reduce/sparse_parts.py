@@ -1,6 +1,6 @@
 """Gradients split into parts before they are reduced, and combined afterwards.
 
-IndexedSlices consist of parts, see `index_origin`. Of each is reduced:
+IndexedSlices consist of parts, told by the graph, see below. Of each is reduced:
 
     FIXED    the values, as a dense gradient among the others: nothing else is sent,
              because all replicas have the indices already

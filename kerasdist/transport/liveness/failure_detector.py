@@ -3,7 +3,7 @@
     C: rank 0          W: every other rank          one connection between C and W
 
     1. both ways, every `heartbeat_interval`: HEARTBEAT, in whose header is the
-       sender's collective; C reports those of all ranks to a W that waits, see `places`
+       sender's collective; C reports those of all ranks to a W that waits
     2. W -> C  GOODBYE  W closes; its script ended well, or with this error
        C -> W  GOODBYE  the same, forwarded for another rank
     3. W -> C  FAILURE  an error of W; or W's suspicion that a rank is lost

@@ -2,7 +2,7 @@
 
 A process listens at its address of the cluster once, however many strategies it
 holds: each strategy is a session, every connection has its session in its hello,
-and waits in that session's mailbox until it is taken, see `mailboxes`.
+and waits in that session's mailbox until it is taken.
 The same accept thread serves a Unix socket (in Linux's abstract namespace: no
 file to leave behind) for connections inside the host.
 """
