@@ -280,8 +280,9 @@ def _is_known(value: Any) -> bool:
     if not tf.is_tensor(value):
         value = np.asarray(value)
         return value.dtype.kind in "fiub" and value.size <= _MOST
-    size = value.shape.num_elements()
-    dtype = value.dtype
+    # Also of a Keras variable, which has its own kinds of both.
+    size = tf.TensorShape(value.shape).num_elements()
+    dtype = tf.as_dtype(value.dtype)
     numbers = dtype.is_floating or dtype.is_integer or dtype == tf.bool
     return numbers and size is not None and size <= _MOST
 
