@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import copy
 import ctypes
 import os
@@ -55,6 +57,7 @@ def serve_devices(job: str, index: int, host: str) -> tuple[Any, int]:
     Returns:
         The server, which serves until the process ends, and its port.
     """
+    atexit.register(_exit_at_once)
     server = tf.distribute.Server(
         {job: {index: f"{host}:0"}},
         job_name=job,
@@ -73,6 +76,7 @@ def open_to_workers(job: str, index: int, address: str) -> None:
     Raises:
         tf.errors.OpError: The port is in use. Nothing has changed.
     """
+    atexit.register(_exit_at_once)
     os.environ.setdefault(_STREAMING, "False")
     context.context().ensure_initialized()
     context.context().set_server_def(_definition({job: {index: address}}, job, index))
@@ -138,6 +142,21 @@ class _Calls:
 def end_calls() -> None:
     """Call no other task to remove functions any more: one of them was lost."""
     _Calls.ended = True
+
+
+def _exit_at_once() -> None:
+    """Let the process end without the destructors of C++'s global objects.
+
+    TensorFlow's threads can be in an operation of a task that was lost, and crash if
+    these objects (a cache of oneDNN's) are destroyed meanwhile: the process would end
+    by SIGSEGV in place of its own exit code.
+    """
+    library = ctypes.CDLL(None)
+    # glibc calls the last one first, with the exit code; other systems have no
+    # `on_exit`, and end as before.
+    with contextlib.suppress(AttributeError):
+        library.on_exit(library._exit, None)
+        library.__cxa_atexit(library.fflush, None, None)
 
 
 def _call_unlocked(context: Any, name: str, *arguments: Any) -> None:

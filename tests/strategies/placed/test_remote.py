@@ -18,6 +18,7 @@ PRELUDE = (
     begin(2)
     + CLASSIFIER
     + """
+import ctypes
 from kerasdist.strategies.placed import remote
 
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
@@ -193,6 +194,9 @@ def test_a_lost_worker_is_named_in_time(number, tmp_path):
 
 def test_workers_end_when_the_chief_is_lost():
     text = """
+    # Destructors that crash, as oneDNN's do while an operation still runs.
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(libc.abort, None, None)
     placed = place()
     with placed.scope():
         model = build()
@@ -202,7 +206,7 @@ def test_workers_end_when_the_chief_is_lost():
         job.wait_for_line(0, "TRAINING")
         job.kill(0)
         other = job.wait_one(1, 15)
-    assert other.returncode == 1
+    assert other.returncode == 1  # its own, by no signal
     assert "WorkerLost: Rank 0" in other.output
 
 
