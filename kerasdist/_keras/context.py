@@ -25,6 +25,9 @@ class StepContext(threading.local):
         state: The `global_batch.step_state.StepState` of a step, if there are several
             replicas.
         taken: The `global_batch.gradients.Taken` of that step.
+        merge: Makes one process's gradients of those of micro-batches, which a tape
+            returns; None without micro-batches.
+        written: Called with each variable that a micro-batch assigns; or None.
         direct: Whether gradients go from the tape to Keras's own `apply` unseen.
         reduced: Whether gradients have been reduced already.
         window: Whether gradients will be reduced once for several steps.
@@ -78,6 +81,8 @@ class StepContext(threading.local):
     kinds: LossKinds | None = None
     state: Any = None
     taken: Any = None
+    merge: Callable[[Any], Any] | None = None
+    written: Callable[[Any], None] | None = None
     direct: bool = False
     reduced: bool = False
     window: bool = False

@@ -124,6 +124,8 @@ def gradient(
     if tf.distribute.in_cross_replica_context():
         # A single-process loop in the scope: only replicas have handles.
         return original(tape, target, copies_of(sources), output_gradients, **more)
+    if current.merge is not None:
+        original = _merged(original, current.merge)
     kinds, taken = current.kinds, current.taken
     targets = tf.nest.flatten(target)
     if (
@@ -175,6 +177,18 @@ def gradient(
     for whole in reduced:
         kinds.set_constant(whole)
     return tf.nest.pack_sequence_as(sources, gradients)
+
+
+def _merged(
+    original: Callable[..., Any], merge: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    def gradient(*args: Any, **more: Any) -> Any:
+        # Gradient functions may use tapes: theirs are of one micro-batch.
+        with setting(merge=None):
+            found = original(*args, **more)
+        return tf.nest.map_structure(merge, found)
+
+    return gradient
 
 
 def _is_shared(source: Any) -> bool:

@@ -38,6 +38,8 @@ from kerasdist._tf.variables import is_distributed
 
 def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
     """Replace `Variable._direct_assign`: write what one process would write."""
+    if current.written is not None:
+        current.written(variable)
     state = current.state
     outside = tf.distribute.in_cross_replica_context()
     held = variable._value
@@ -75,7 +77,7 @@ class StepState:
                 self._metrics[id(variable)] = metric.name
         self._summed = [v._value for metric in metrics for v in metric.variables]
         for layer in trainer._flatten_layers() if training else ():
-            if not _is_kerass(layer) and not getattr(layer, "stateful", False):
+            if not is_of_keras(layer) and not getattr(layer, "stateful", False):
                 for variable in getattr(layer, "_non_trainable_variables", ()):
                     self._layers[id(variable)] = layer.name
         self._kinds: LossKinds | None = None
@@ -91,10 +93,10 @@ class StepState:
         if metric is not None:
             return self._of_metric(metric, variable, value)
         if not _tf.executing_eagerly():
-            kind = self._known().of(value)
+            kind = self.kinds.of(value)
             if kind == CONSTANT or (kind == Kind(0) and value.dtype.is_floating):
                 return value
-            whole = self._known().of_all(value, self._reduce)
+            whole = self.kinds.of_all(value, self._reduce)
             if whole is not None:
                 return whole
             added = _added_to(value, _tf.copy_here(variable._value).handle)
@@ -120,7 +122,7 @@ class StepState:
             return value
         if _added_to(value, _tf.copy_here(variable._value).handle) is not None:
             return value
-        whole = self._known().of_all(value, self._reduce)
+        whole = self.kinds.of_all(value, self._reduce)
         if whole is None:
             self._hooks.log_once(
                 f"metric {metric}",
@@ -134,7 +136,9 @@ class StepState:
         first = self._hooks.workers.current_replica() == 0
         return whole if first else tf.zeros_like(whole)
 
-    def _known(self) -> LossKinds:
+    @property
+    def kinds(self) -> LossKinds:
+        """The kinds of the values that are written."""
         if self._kinds is None:
             copies = [_tf.copy_here(variable) for variable in self._summed]
             self._kinds = LossKinds(self._rows, copies, counting=True)
@@ -171,14 +175,14 @@ def _metrics_of(metrics: Iterable[Any]) -> list[Any]:
     """Return the metrics that a script has written, also those given to `compile`."""
     found: list[Any] = []
     for metric in metrics:
-        if not _is_kerass(metric):
+        if not is_of_keras(metric):
             found.append(metric)
         elif isinstance(getattr(metric, "metrics", None), list):
             found += _metrics_of(metric.metrics)
     return found
 
 
-def _is_kerass(owner: Any) -> bool:
+def is_of_keras(owner: Any) -> bool:
     """Return whether a layer or metric is Keras's own, not a subclass of a script."""
     return type(owner).__module__.startswith(keras.__name__ + ".")
 

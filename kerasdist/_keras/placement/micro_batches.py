@@ -18,7 +18,9 @@ themselves while they are called are weighted by rows, to be those of the whole 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +30,9 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import global_state, masking
 
-from kerasdist._keras.context import current
+from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import LossKinds
+from kerasdist._keras.global_batch.step_state import is_of_keras
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.placement.micro_batch_order import Part
 
@@ -113,12 +116,21 @@ _state = _State()
 
 
 @contextlib.contextmanager
-def dividing(parts: int) -> Iterator[Marks]:
-    """Divide the batches of models that are called inside of the block."""
+def dividing(parts: int, merge: Callable[..., Any] | None = None) -> Iterator[Marks]:
+    """Divide the batches of models that are called inside of the block.
+
+    Args:
+        parts: The number of parts of a batch.
+        merge: Makes one process's gradient of the one that a tape returns, given it and
+            `marks`.
+    """
     before = _state.parts, _state.marks
     _state.parts, _state.marks = parts, Marks()
+    marks = _state.marks
+    merged = merge and functools.partial(merge, marks=marks)
     try:
-        yield _state.marks
+        with setting(merge=merged if parts > 1 else None):
+            yield marks
     finally:
         _state.parts, _state.marks = before
 
@@ -173,13 +185,14 @@ def _call(
         for m in range(len(parts))
     ]
     outputs, losses = [], []
-    for rows, (own_args, own_kwargs) in zip(parts, given, strict=True):
-        _state.rows = rows
-        try:
-            outputs.append(original(layer, *own_args, **own_kwargs))
-        finally:
-            _state.rows = None
-        losses.append({id(one): list(one._losses) for one in _layers(layer)})
+    with setting(written=functools.partial(_warn_of_state, layer)):
+        for rows, (own_args, own_kwargs) in zip(parts, given, strict=True):
+            _state.rows = rows
+            try:
+                outputs.append(original(layer, *own_args, **own_kwargs))
+            finally:
+                _state.rows = None
+            losses.append({id(one): list(one._losses) for one in _layers(layer)})
     for one in _layers(layer):
         one._losses[:] = _join_losses([part.get(id(one), []) for part in losses], parts)
 
@@ -188,11 +201,15 @@ def _call(
 
     whole = tree.map_structure(join, *outputs)
     if current.kinds is not None:
+        known = [current.kinds]
+        if current.state is not None:
+            known.append(current.state.kinds)
         for joined in (
             *tree.flatten(whole),
             *(x for one in _layers(layer) for x in one._losses),
         ):
-            _note(current.kinds, joined)
+            for kinds in known:
+                _note(kinds, joined)
     return whole
 
 
@@ -281,6 +298,23 @@ def _check(model: Any) -> None:
             f"of it. Received: micro_batches={_state.parts} with stateful=True in "
             f"{', '.join(map(repr, stateful[:5]))}. Use micro_batches=1 or "
             "stateful=False."
+        )
+
+
+def _warn_of_state(model: Any, variable: Any) -> None:
+    """Warn if a layer of a script's own assigns a variable for each part."""
+    for layer in _layers(model):
+        if is_of_keras(layer) or not any(
+            one is variable for one in layer._non_trainable_variables
+        ):
+            continue
+        warnings.warn(
+            f"Layer '{layer.name}' assigns its variable '{variable.name}' when it's "
+            f"called. With micro_batches={_state.parts} that's once for each "
+            "micro-batch, with its rows: a counter of calls counts them all, and "
+            "statistics are not those of one batch. Use micro_batches=1 for the "
+            "numbers of one process.",
+            stacklevel=2,
         )
 
 

@@ -12,7 +12,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_ops
 
-from kerasdist.placement.micro_batch_order import Node, Part, find_edges
+from kerasdist.placement.micro_batch_order import Node, Part, find_edges, part_of
 
 # Edges in a graph that fix the order in which devices process micro-batches.
 
@@ -35,18 +35,12 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
         `placement.micro_batch_order`.
     """
     operations = graph.get_operations()
-    index = {operation: i for i, operation in enumerate(operations)}
-    known = {index[op]: part for op, part in marks if op in index}
+    known, inputs = _known_and_inputs(operations, marks)
     if not known:
         return 0
     nodes = [
         Node(
-            inputs=[
-                index[one]
-                for one in (*(t.op for t in op.inputs), *op.control_inputs)
-                # A loop gets further inputs, constants, when it's differentiated.
-                if index.get(one, i) < i
-            ],
+            inputs=inputs[i],
             device=op.device,
             has_effects=op.op_def.is_stateful and op.type not in _READS,
         )
@@ -64,6 +58,46 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
         for i in edges.after:
             operations[i]._add_control_input(done)
     return len(found)
+
+
+def parts_of_operations(
+    graph: Any, marks: Iterable[tuple[Any, Part]]
+) -> dict[Any, Part]:
+    """Return the micro-batches of the operations of a graph that belong to one.
+
+    Args:
+        graph: The graph of a step, as far as it's traced.
+        marks: As in `order_parts`.
+    """
+    operations = graph.get_operations()
+    known, inputs = _known_and_inputs(operations, marks)
+    parts: list[Part | None] = []
+    joined: list[bool] = []
+    for i in range(len(operations)):
+        found = (known[i], False) if i in known else part_of(inputs[i], parts, joined)
+        parts.append(found[0])
+        joined.append(found[1])
+    return {
+        op: part for op, part in zip(operations, parts, strict=True) if part is not None
+    }
+
+
+def _known_and_inputs(
+    operations: list[Any], marks: Iterable[tuple[Any, Part]]
+) -> tuple[dict[int, Part], list[list[int]]]:
+    """Return the marked operations' parts, and the inputs of each, by index."""
+    index = {operation: i for i, operation in enumerate(operations)}
+    known = {index[op]: part for op, part in marks if op in index}
+    inputs = [
+        [
+            index[one]
+            for one in (*(t.op for t in op.inputs), *op.control_inputs)
+            # A loop gets further inputs, constants, when it's differentiated.
+            if index.get(one, i) < i
+        ]
+        for i, op in enumerate(operations)
+    ]
+    return known, inputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -306,7 +306,7 @@ class RebuiltGraph:
                 for before, after in zip(
                     operation.outputs, self._copy(operation), strict=True
                 ):
-                    self._made[before.name] = after
+                    self._made.setdefault(before.name, after)
         return self._made[target.name]
 
     def give(self, tensor: Any) -> None:
@@ -393,16 +393,18 @@ def _passed_through(output: Any) -> Any | None:
 
 
 def _in_order(target: Any, made: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield all operations that a tensor needs, each after those that it needs."""
-    waiting = [(target.op, False)]
+    """Yield all operations that a tensor needs, each after those that it needs.
+
+    Of an operation some of whose results are made, by `give`, the others may be needed.
+    """
+    waiting = [(target, False)]
     seen: set[str] = set()
     while waiting:
-        operation, ready = waiting.pop()
+        tensor, ready = waiting.pop()
+        operation = tensor.op
         if ready:
             yield operation
-        elif operation.name not in seen and any(
-            output.name not in made for output in operation.outputs
-        ):
+        elif operation.name not in seen and tensor.name not in made:
             seen.add(operation.name)
-            waiting.append((operation, True))
-            waiting += [(tensor.op, False) for tensor in operation.inputs]
+            waiting.append((tensor, True))
+            waiting += [(given, False) for given in operation.inputs]

@@ -14,11 +14,12 @@ from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts, called_layer
 from kerasdist._tf import gradient_placement
 from kerasdist._tf.graph import partition_graphs
-from kerasdist._tf.graph.partition_graphs import ran_graphs
+from kerasdist._tf.graph.partition_graphs import parts_of_operations, ran_graphs
 from kerasdist.placement.plan import Patterns, Plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
+from kerasdist.strategies.reduce.sparse_parts import merge_micro_batches
 
 # Micro-batches of a placed model: GPipe's schedule in TensorFlow's executor.
 
@@ -62,7 +63,7 @@ def in_micro_batches(
     graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else len(graph.get_operations())
     with (
-        _keras.dividing(micro_batches) as marks,
+        _keras.dividing(micro_batches, _merge_slices) as marks,
         _keras.rematerializing(rematerialize),
     ):
         yield
@@ -71,6 +72,23 @@ def in_micro_batches(
     partition_graphs.order_parts(graph, marks.found)
     if clock is not None and _keras.is_timed():
         clock.mark(graph, first, marks.found)
+
+
+def _merge_slices(gradient: Any, marks: Any) -> Any:
+    """Add up the slices of a gradient that each micro-batch has for one lookup."""
+    if (
+        not isinstance(gradient, tf.IndexedSlices)
+        or _tf.executing_eagerly()
+        or not marks.calls
+    ):
+        return gradient
+    parts = parts_of_operations(gradient.values.graph, marks.found)
+
+    def micro_batch_of(tensor: Any) -> tuple[int, int] | None:
+        part = parts.get(tensor.op)
+        return None if part is None else (part.call, part.number)
+
+    return merge_micro_batches(gradient, micro_batch_of)
 
 
 # Stands for an unknown dimension of a shape: mostly a batch's rows.

@@ -15,7 +15,8 @@ values that don't belong together would be added up: so a checksum is sent with 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -224,22 +225,79 @@ class Part:
     indices: Any
 
 
-def parts_of(slices: Any) -> list[Part]:
+def parts_of(slices: Any, *, apart: bool = False) -> list[Part]:
     """Split slices into their parts, in order.
 
     Args:
         slices: IndexedSlices of the graph that is traced; eager ones are `ROWS`,
             because their origin isn't known.
+        apart: Whether parts of one kind are wanted apart, too.
     """
     if isinstance(slices.indices, tf.__internal__.EagerTensor):
         return [Part(ROWS, slices.values, slices.indices)]
     pieces = list(_pieces(slices.indices))
     kinds = [_kind(piece) for piece in pieces]
-    if len(set(kinds)) == 1 and kinds[0] != KEYED:
+    if not apart and len(set(kinds)) == 1 and kinds[0] != KEYED:
         return [Part(kinds[0], slices.values, slices.indices)]
     values = _split(slices.values, pieces)
     indices = _split(slices.indices, pieces)
     return [Part(*part) for part in zip(kinds, values, indices, strict=True)]
+
+
+def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> Any:
+    """Add up the slices that each micro-batch has, but one process has once.
+
+    Each micro-batch looks up the constants of a model again. Of each lookup of one
+    micro-batch the others have the same, in the same order.
+
+    Args:
+        slices: IndexedSlices of the graph that is traced.
+        micro_batch_of: From a tensor to its micro-batch, as a call's number and its
+            own; None if it belongs to none.
+
+    Returns:
+        IndexedSlices; the same ones if there's nothing to add up.
+    """
+    parts = parts_of(slices, apart=True)
+    by_call: dict[Any, dict[Any, list[Part]]] = {}
+    others: list[Part] = []
+    for part in parts:
+        found = None if part.kind == ROWS else micro_batch_of(part.values)
+        if found is None:
+            others.append(part)
+        else:
+            call, number = found
+            by_call.setdefault(call, {}).setdefault(number, []).append(part)
+    merged: list[Part] = []
+    for lookups in by_call.values():
+        for same in itertools.zip_longest(*lookups.values()):
+            merged += _merged(same)
+    if len(merged) + len(others) == len(parts):
+        return slices
+    return _concat(
+        [
+            tf.IndexedSlices(part.values, part.indices, slices.dense_shape)
+            for part in (*others, *merged)
+        ]
+    )
+
+
+def _merged(parts: Sequence[Part | None]) -> list[Part]:
+    """Return the parts of one lookup by all micro-batches as one; or unchanged."""
+    found = [part for part in parts if part is not None]
+    first = found[0]
+    if len({part.kind for part in found}) > 1:
+        return found
+    if all(_is_unique(part.indices) for part in found):
+        values = tf.concat([part.values for part in found], 0)
+        indices = tf.concat([part.indices for part in found], 0)
+        whole = add_up(tf.IndexedSlices(values, indices))
+        return [Part(KEYED, whole.values, whole.indices)]
+    indices = [tensor_origins.constant(part.indices) for part in found]
+    if not all(np.array_equal(one, indices[0]) for one in indices):
+        return found
+    values = [part.values for part in found]
+    return [Part(first.kind, tf.add_n(values), first.indices)]
 
 
 def _before(operation: Any) -> Any | None:

@@ -177,6 +177,96 @@ def test_batch_normalization_and_dropout_of_micro_batches(run):
     """)
 
 
+def test_state_that_a_layer_assigns_for_each_micro_batch_is_warned_of(run):
+    run("""
+        import warnings
+        class Counter(layers.Layer):
+            def build(self, shape):
+                self.calls = self.add_weight(
+                    initializer="zeros", trainable=False, name="calls")
+            def call(self, x):
+                self.calls.assign_add(1.0)
+                return x
+
+        def counted(parts):
+            with scope(parts, {"on1": "CPU:1"}):
+                model = keras.Sequential([
+                    layers.BatchNormalization(), Counter(name="on1")])
+                model.compile("sgd", "mse")
+            x = np.ones((12, 2), "float32")
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                model.fit(x, x, batch_size=12, verbose=0)
+            said = [str(one.message) for one in found if "micro" in str(one.message)]
+            return float(model.layers[1].calls.value), said
+
+        assert counted(1) == (1.0, [])
+        calls, said = counted(3)
+        assert calls == 3
+        begin = "Layer 'on1' assigns its variable 'calls' when it's called. With micro"
+        assert said and all(one.startswith(begin) for one in said), said
+        result(0)
+    """)
+
+
+def test_tables_that_are_looked_up_by_constants(run):
+    """Adam squares each slice: a lookup has one for all micro-batches."""
+    run("""
+        class Positions(layers.Layer):
+            def __init__(self, **options):
+                super().__init__(**options)
+                self.table = layers.Embedding(6, 4)
+            def call(self, x):
+                known, length = keras.ops.arange(5), keras.ops.shape(x)[1]
+                few = self.table(keras.ops.convert_to_tensor([2, 2, 3]))
+                return (x + self.table(known) + keras.ops.mean(few, 0)
+                        + self.table(keras.ops.arange(length) + 1))
+
+        x = rng.normal(size=(11, 5, 4)).astype("float32")
+        def trained(parts, rows=None, size=5):
+            with scope(parts, {"on1": "CPU:1"}):
+                inputs = keras.Input((size, 4))
+                outputs = layers.Dense(2, name="on1")(Positions()(inputs))
+                model = keras.Model(inputs, outputs)
+                model.compile(keras.optimizers.Adam(0.1, clipnorm=0.1), "mse")
+            data = tf.data.Dataset.from_tensor_slices((x, x[..., :2])).batch(4)
+            if rows is None:
+                data = data.map(lambda x, y: (
+                    tf.ensure_shape(x, (None, size, 4)),
+                    tf.ensure_shape(y, (None, size, 2))))
+            model.fit(data, epochs=2, verbose=0)
+            return model.get_weights()
+
+        whole = trained(None)
+        for size in (5, None):
+            close(trained(3, size=size), whole)
+        # Twice in a step, once by a batch of one row.
+        def twice(parts):
+            with scope(parts, {"on1": "CPU:1"}):
+                inputs = keras.Input((5, 4))
+                model = keras.Model(
+                    inputs, layers.Dense(2, name="on1")(Positions()(inputs)))
+                optimizer = keras.optimizers.Adam(0.1)
+                optimizer.build(model.trainable_variables)
+            def step(x):
+                with tf.GradientTape() as tape:
+                    loss = (tf.reduce_mean(model(x) ** 2)
+                            + tf.reduce_mean(model(x[:1]) ** 3))
+                weights = model.trainable_variables
+                optimizer.apply(tape.gradient(loss, weights), weights)
+            if parts is None:
+                tf.function(step)(tf.constant(x))
+            else:
+                with model.distribute_strategy.scope():
+                    tf.function(lambda: model.distribute_strategy.run(
+                        step, args=(tf.constant(x),)))()
+            return model.get_weights()
+
+        close(twice(3), twice(None))
+        result(0)
+    """)
+
+
 def test_steps_of_ones_own_and_eager_ones(run):
     """A step that calls two models, and takes the gradient of a gradient."""
     run("""
