@@ -1,6 +1,6 @@
 """The table of the functions of TensorFlow that are wrapped, with hook and purpose.
 
-`patching` defines the rows. docs/patches.md has this table for readers, generated
+`patching` defines the rows. CONTRIBUTING.md has this table for readers, generated
 by `PYTHONPATH=tests/support python tests/_keras/test_patches.py`.
 """
 

@@ -1,7 +1,7 @@
 """The tables of what is wrapped in Keras and TensorFlow, and how that is done.
 
 `PYTHONPATH=tests/support python tests/_keras/test_patches.py` writes the tables into
-docs/patches.md.
+CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pace import bound
 from places import ROOT
 from workers import python_env
 
-PAGE = ROOT / "docs" / "patches.md"
+PAGE = ROOT / "CONTRIBUTING.md"
 TABLES = {"kerasdist._keras": of_keras.TABLE, "kerasdist._tf": of_tensorflow.TABLE}
 ROWS = [
     pytest.param(package, row, id=row.hook)
