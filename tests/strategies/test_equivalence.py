@@ -139,6 +139,7 @@ WHOLE_BATCHES = {
     "changed_gradients_of_eager_steps",
     "changed_slices",
     "gradients_of_other_things",
+    "more_changed_gradients",
     "inputs_of_the_whole_batch",
     "synchronized_batch_normalization",
     # A layer assigns its state for each micro-batch.
