@@ -22,7 +22,7 @@ from kerasdist._keras.protocols import (
 )
 from kerasdist.callbacks.scaling.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.elastic.communicator import Change
+from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.strategies.calibration import Alone, measure_alone
 from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.stages import StageTimes
@@ -244,7 +244,7 @@ class ElasticView:
         """Whether the workers have changed since `take`; alike on all of them."""
         return self._elastic.epoch != self._epoch
 
-    def take(self) -> list[Change]:
+    def take(self) -> list[MembershipChange]:
         """Return the changes since the last call."""
         self._epoch = self._elastic.epoch
         new = list(self._elastic.changes[self._seen :])

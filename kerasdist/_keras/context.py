@@ -24,7 +24,7 @@ class StepContext(threading.local):
         kinds: The kinds of the step's losses, if there are several replicas.
         state: The `global_batch.step_state.StepState` of a step, if there are several
             replicas.
-        taken: The `global_batch.gradients.Taken` of that step.
+        taken: The `global_batch.gradients.TapeGradients` of that step.
         merge: Makes one process's gradients of those of micro-batches, which a tape
             returns; None without micro-batches.
         written: Called with each variable that a micro-batch assigns; or None.

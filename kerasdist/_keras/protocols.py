@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kerasdist._tf.marks import facets_of
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.elastic.communicator import Change
+from kerasdist.collectives.elastic.communicator import MembershipChange
 
 
 class StepTimer(Protocol):
@@ -225,7 +225,7 @@ class ElasticHooks(Protocol):
         """The number of the present membership, which grows with each change."""
 
     @property
-    def changes(self) -> Sequence[Change]:
+    def changes(self) -> Sequence[MembershipChange]:
         """The changes so far, as this worker has seen them; the last one may be new."""
 
     @property

@@ -64,7 +64,7 @@ def padded(slices: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Node:
+class StepOperation:
     """One operation.
 
     Attributes:
@@ -79,7 +79,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class StepPart:
     """Operations that run together.
 
     Attributes:
@@ -91,7 +91,7 @@ class Part:
     device: str | None
 
 
-def divide(nodes: Sequence[Node]) -> list[Part]:
+def divide(nodes: Sequence[StepOperation]) -> list[StepPart]:
     """Divide the operations of a graph into parts, in an order in which they can run.
 
     Args:
@@ -125,7 +125,7 @@ def divide(nodes: Sequence[Node]) -> list[Part]:
         groups.setdefault(key, []).append(index)
     # Of one hop the compiled ones first: the others may wait for them.
     return [
-        Part(nodes=tuple(group), device=nodes[group[0]].device)
+        StepPart(nodes=tuple(group), device=nodes[group[0]].device)
         for _, group in sorted(groups.items())
     ]
 
@@ -252,10 +252,12 @@ def _before(operation: Any) -> list[Any]:
     return [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
 
 
-def _nodes(whole: Any, operations: Sequence[Any], devices: Sequence[str]) -> list[Node]:
+def _nodes(
+    whole: Any, operations: Sequence[Any], devices: Sequence[str]
+) -> list[StepOperation]:
     index = {operation: number for number, operation in enumerate(operations)}
     places = _places(whole)
-    nodes: list[Node] = []
+    nodes: list[StepOperation] = []
     for operation in operations:
         before = tuple(index[each] for each in _before(operation) if each in index)
         collective = _communicates(whole, operation)
@@ -270,7 +272,7 @@ def _nodes(whole: Any, operations: Sequence[Any], devices: Sequence[str]) -> lis
         outside = collective or _IS_OUTSIDE.search(operation.name)
         if outside or of_variables or device not in devices:
             device = None
-        nodes.append(Node(before=before, device=device, collective=collective))
+        nodes.append(StepOperation(before=before, device=device, collective=collective))
     return nodes
 
 
@@ -371,7 +373,7 @@ class _Emitter:
     def call(
         self,
         operations: Sequence[Any],
-        part: Part,
+        part: StepPart,
         number: int,
         users: dict[int, set[Any]],
     ) -> None:

@@ -51,7 +51,7 @@ class Patch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PatchedAttribute:
     """An attribute that holds a function to wrap.
 
     Attributes:
@@ -177,7 +177,7 @@ class Patcher:
         self._refuse = refuse
         self._lock = threading.Lock()
         self._done: list[Patch] = []
-        self._before: list[tuple[Place, Any]] = []
+        self._before: list[tuple[PatchedAttribute, Any]] = []
 
     def check(self) -> None:
         """Check that every row fits what is installed. Changes nothing.
@@ -237,8 +237,8 @@ class Patcher:
         hook: Callable[..., Any] = getattr(found, name)
         return hook
 
-    def _places(self) -> dict[Patch, list[Place]]:
-        places: dict[Patch, list[Place]] = {}
+    def _places(self) -> dict[Patch, list[PatchedAttribute]]:
+        places: dict[Patch, list[PatchedAttribute]] = {}
         faults = []
         for row in self._table:
             places[row] = []
@@ -269,13 +269,13 @@ def _alternatives(path: str) -> Iterator[str]:
         yield from _alternatives(path[: match.start()] + choice + path[match.end() :])
 
 
-def _find(target: str) -> Place | None:
+def _find(target: str) -> PatchedAttribute | None:
     """Return the place that a target stands for; None if it doesn't exist."""
     adds = "(" not in target
     for path in _alternatives(_path_of(target)):
         above, _, name = path.rpartition(".")
         owner = _resolve(above)
-        place = Place(owner=owner, name=name)
+        place = PatchedAttribute(owner=owner, name=name)
         if owner is not None and (adds or hasattr(owner, place.attribute)):
             return place
     return None
@@ -297,7 +297,7 @@ def _resolve(path: str) -> Any:
     return found
 
 
-def _differences(target: str, place: Place) -> list[str]:
+def _differences(target: str, place: PatchedAttribute) -> list[str]:
     """Return how a function's parameters differ from those that its target names."""
     wanted = _names(target.partition("(")[2].rstrip(")"))
     try:

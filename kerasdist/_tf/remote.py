@@ -127,12 +127,12 @@ def remove_function(original: Callable[..., Any], context: Any, name: Any) -> No
     Python also deletes functions at the end of the process, with no thread left that
     could end the wait for a lost worker.
     """
-    if not _Calls.ended:
+    if not _RuntimeCalls.ended:
         name = ctypes.c_char_p(tf.compat.as_bytes(name))
         _call_unlocked(context, "TFE_ContextRemoveFunction", name)
 
 
-class _Calls:
+class _RuntimeCalls:
     """Whether the other tasks are no longer called, and TensorFlow's C interface."""
 
     ended = False
@@ -141,7 +141,7 @@ class _Calls:
 
 def end_calls() -> None:
     """Call no other task to remove functions any more: one of them was lost."""
-    _Calls.ended = True
+    _RuntimeCalls.ended = True
 
 
 def _exit_at_once() -> None:
@@ -162,12 +162,12 @@ def _exit_at_once() -> None:
 def _call_unlocked(context: Any, name: str, *arguments: Any) -> None:
     """Call a function of TensorFlow's C interface without the interpreter's lock."""
     context.ensure_initialized()
-    if _Calls.library is None:
+    if _RuntimeCalls.library is None:
         # The module of Python's functions depends on the library with the C functions.
-        _Calls.library = ctypes.CDLL(_pywrap_tfe.__file__)
-        _Calls.library.TF_NewStatus.restype = ctypes.c_void_p
-        _Calls.library.TF_Message.restype = ctypes.c_char_p
-    library = _Calls.library
+        _RuntimeCalls.library = ctypes.CDLL(_pywrap_tfe.__file__)
+        _RuntimeCalls.library.TF_NewStatus.restype = ctypes.c_void_p
+        _RuntimeCalls.library.TF_Message.restype = ctypes.c_char_p
+    library = _RuntimeCalls.library
     handle = ctypes.c_void_p(_POINTER(context._handle, None))
     status = ctypes.c_void_p(library.TF_NewStatus())
     try:

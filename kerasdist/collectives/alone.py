@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.elastic.communicator import Change
+from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.collectives.elastic.connect import name_job
 from kerasdist.collectives.elastic.leaving import LEAVE_SECONDS, SAVE_SECONDS
 from kerasdist.collectives.elastic.termination import Termination
@@ -145,7 +145,7 @@ class MembershipAlone:
     is_fixed = True
     epoch = finished = finished_before = 0
     joining = is_newcomer = False
-    changes: Sequence[Change] = ()
+    changes: Sequence[MembershipChange] = ()
 
     def __init__(self, leaving: LeavingAlone) -> None:
         self._leaving = leaving

@@ -171,7 +171,7 @@ def _variables(env: Any) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A function and its arguments."""
 
     function: Any
@@ -194,7 +194,7 @@ class _Surroundings:
     sources: dict[str, list[str]]
 
 
-def write_call(call: Call) -> IO[bytes]:
+def write_call(call: FunctionCall) -> IO[bytes]:
     """Return an unnamed file with a call, for `load_call`.
 
     Raises:
@@ -236,7 +236,7 @@ def _sources() -> dict[str, list[str]]:
     return found
 
 
-def load_call(descriptor: int) -> Call:
+def load_call(descriptor: int) -> FunctionCall:
     """Prepare this interpreter for a call, and return it.
 
     Args:
@@ -260,7 +260,7 @@ def load_call(descriptor: int) -> Call:
             if not os.path.exists(name):
                 size = sum(map(len, lines))
                 linecache.cache[name] = (size, None, lines, name)
-        return Call(*pickle.load(file))
+        return FunctionCall(*pickle.load(file))
 
 
 def run(
@@ -371,7 +371,7 @@ def run(
             'import the script, call it under `if __name__ == "__main__":`'
         )
     try:
-        call = write_call(Call(function, args, dict(kwargs or {})))
+        call = write_call(FunctionCall(function, args, dict(kwargs or {})))
     except OSError:
         raise
     except Exception as error:  # classes raise what they like

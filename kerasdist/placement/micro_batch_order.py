@@ -136,7 +136,7 @@ def _s(count: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """A micro-batch in the forward or backward pass.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Visit:
 _Visits: TypeAlias = dict[tuple[int, bool, str, int], dict[int, _Visit]]
 
 
-def find_edges(nodes: Sequence[Node], marks: Mapping[int, Part]) -> list[Edges]:
+def find_edges(nodes: Sequence[Node], marks: Mapping[int, MicroBatch]) -> list[Edges]:
     """Find the edges.
 
     Args:
@@ -253,9 +253,9 @@ def _can_be_run(nodes: Sequence[Node], edges: Sequence[Edges]) -> bool:
     return done == len(after)
 
 
-def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
+def _visits(nodes: Sequence[Node], marks: Mapping[int, MicroBatch]) -> _Visits:
     """Return all visits."""
-    parts: list[Part | None] = []
+    parts: list[MicroBatch | None] = []
     joined: list[bool] = []  # whether it depends on an operation of several parts
     devices: list[str] = []
     levels: list[int] = []  # changes of device so far; -1: marked
@@ -293,8 +293,8 @@ def _visits(nodes: Sequence[Node], marks: Mapping[int, Part]) -> _Visits:
 
 
 def part_of(
-    inputs: Iterable[int], parts: Sequence[Part | None], joined: Sequence[bool]
-) -> tuple[Part | None, bool]:
+    inputs: Iterable[int], parts: Sequence[MicroBatch | None], joined: Sequence[bool]
+) -> tuple[MicroBatch | None, bool]:
     """Return the part that an operation belongs to, and whether it's of several."""
     after_join, found = False, set()
     backward = False
@@ -309,4 +309,4 @@ def part_of(
     if len(found) > 1:
         return None, True
     ((call, number),) = found
-    return Part(call, number, backward or after_join), False
+    return MicroBatch(call, number, backward or after_join), False

@@ -26,7 +26,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
-from kerasdist.placement.micro_batch_order import Part, part_of
+from kerasdist.placement.micro_batch_order import MicroBatch, part_of
 
 # Of one visit, those that can begin first: an update has one for each variable.
 _MOST_GROUPS = 4
@@ -54,7 +54,7 @@ class Operation:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
+class EntryGroup:
     """Entries of a visit that wait for the same operations.
 
     Attributes:
@@ -80,13 +80,13 @@ class Visit:
     """
 
     device: str
-    part: Part | None
-    groups: tuple[Group, ...]
+    part: MicroBatch | None
+    groups: tuple[EntryGroup, ...]
     exits: tuple[int, ...]
 
 
 def find_visits(
-    operations: Sequence[Operation], marks: Mapping[int, Part]
+    operations: Sequence[Operation], marks: Mapping[int, MicroBatch]
 ) -> list[Visit]:
     """Find all visits that take some time, in the order in which they can begin.
 
@@ -95,7 +95,7 @@ def find_visits(
         marks: Those at which micro-batches begin.
     """
     order = _sorted(operations)
-    parts: list[Part | None] = [None] * len(operations)
+    parts: list[MicroBatch | None] = [None] * len(operations)
     joined = [False] * len(operations)
     devices = [operation.device for operation in operations]
     levels = [-1] * len(operations)
@@ -103,7 +103,7 @@ def find_visits(
     def same_key(one: int, other: int) -> bool:
         return devices[one] == devices[other] and parts[one] == parts[other]
 
-    members: dict[tuple[int, str, Part | None], list[int]] = {}
+    members: dict[tuple[int, str, MicroBatch | None], list[int]] = {}
     for i in order:
         one = operations[i]
         if i in marks:
@@ -173,7 +173,7 @@ def find_next(
 
 def _ends(
     operations: Sequence[Operation], inside: Sequence[int]
-) -> tuple[tuple[Group, ...], tuple[int, ...]]:
+) -> tuple[tuple[EntryGroup, ...], tuple[int, ...]]:
     """Return the groups with which the work of a visit begins, and its exits.
 
     Args:
@@ -197,7 +197,7 @@ def _ends(
             groups.setdefault(tuple(sorted(set(operations[i].inputs))), []).append(i)
     return (
         tuple(
-            Group(after=after, entries=tuple(entries))
+            EntryGroup(after=after, entries=tuple(entries))
             for after, entries in list(groups.items())[:_MOST_GROUPS]
             if after
         ),

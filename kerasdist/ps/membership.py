@@ -25,7 +25,7 @@ from kerasdist import errors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class WorkerProgress:
     """The progress of one worker.
 
     Attributes:
@@ -45,7 +45,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Any) -> Progress:
+    def from_json(cls, value: Any) -> WorkerProgress:
         """Return what `to_json` made; parts that are damaged count as missing."""
         given = value if isinstance(value, dict) else {}
         met, clocks, claims = given.get("met"), {}, {}

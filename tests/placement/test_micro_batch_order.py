@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kerasdist.placement.micro_batch_order import Node, Part, find_edges
+from kerasdist.placement.micro_batch_order import MicroBatch, Node, find_edges
 
 
 class Graph:
@@ -17,7 +17,7 @@ class Graph:
         return len(self.nodes) - 1
 
     def mark(self, part, *inputs, device="", call=0, backward=False):
-        self.marks[len(self.nodes)] = Part(call, part, backward)
+        self.marks[len(self.nodes)] = MicroBatch(call, part, backward)
         return self.add(device, *inputs)
 
     @property

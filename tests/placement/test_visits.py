@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.placement.micro_batch_order import Part
+from kerasdist.placement.micro_batch_order import MicroBatch
 from kerasdist.placement.visits import Operation, find_next, find_visits, union_length
 
 
@@ -21,7 +21,7 @@ class Graph:
 
     def mark(self, part, *inputs, backward=False):
         index = self.add("", *inputs, works=False)
-        self.marks[index] = Part(0, part, backward)
+        self.marks[index] = MicroBatch(0, part, backward)
         return index
 
     @property

@@ -6,12 +6,14 @@ import json
 
 import pytest
 
-from kerasdist.ps.membership import Progress
+from kerasdist.ps.membership import WorkerProgress
 
 
 def test_through_a_message():
-    sent = Progress(met=7, clocks={0: 3, 1: 4}, claims={2: (5, (6, 8))}, joining=True)
-    received = Progress.from_json(json.loads(json.dumps(sent.to_json())))
+    sent = WorkerProgress(
+        met=7, clocks={0: 3, 1: 4}, claims={2: (5, (6, 8))}, joining=True
+    )
+    received = WorkerProgress.from_json(json.loads(json.dumps(sent.to_json())))
     assert (received.met, received.clocks, received.joining) == (7, {0: 3, 1: 4}, True)
     assert received.claims == {2: (5, [6, 8])}
 
@@ -28,4 +30,4 @@ def test_through_a_message():
     ],
 )
 def test_what_is_damaged_counts_as_missing(value):
-    assert Progress.from_json(value) == Progress()
+    assert WorkerProgress.from_json(value) == WorkerProgress()

@@ -18,7 +18,7 @@ from kerasdist._tf.marks import PREDICTING_EPOCH
 # Batches for steps that may be repeated.
 
 
-class Taken(NamedTuple):
+class EvaluatedPart(NamedTuple):
     """A worker's part of a batch.
 
     Attributes:
@@ -35,11 +35,11 @@ class Batches(abc.ABC):
 
     @property
     def spec(self) -> Any:
-        """See `Taken.spec`."""
+        """See `EvaluatedPart.spec`."""
         return None
 
     @abc.abstractmethod
-    def take(self) -> Taken:
+    def take(self) -> EvaluatedPart:
         """Take the next batch, outside of a section; at the end StopIteration."""
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class _Repeatable(Batches):
     def spec(self) -> Any:
         return self._iterator.inner.element_spec
 
-    def take(self) -> Taken:
+    def take(self) -> EvaluatedPart:
         return _next(self._iterator.inner, self._hooks)
 
     def commit(self) -> None:
@@ -71,14 +71,14 @@ class _Repeatable(Batches):
         self._iterator.renew()
 
 
-class _Kept(Batches):
+class _KeptBatches(Batches):
     """The batches of any other iterator, which don't depend on the workers."""
 
     def __init__(self, iterator: Any, hooks: KerasHooks) -> None:
         self._iterator, self._hooks = iterator, hooks
-        self._last: Taken | None = None
+        self._last: EvaluatedPart | None = None
 
-    def take(self) -> Taken:
+    def take(self) -> EvaluatedPart:
         if self._last is None:
             self._last = _next(self._iterator, self._hooks)
         return self._last
@@ -97,10 +97,10 @@ class _Global(Batches):
         self._iterator, self._hooks = iterator, hooks
         self._last: list[Any] = []
 
-    def take(self) -> Taken:
+    def take(self) -> EvaluatedPart:
         if not self._last:
             self._last.append(next(self._iterator))
-        return Taken(self._hooks.data.own_rows(self._last[0]), None)
+        return EvaluatedPart(self._hooks.data.own_rows(self._last[0]), None)
 
     def commit(self) -> None:
         self._last.clear()
@@ -114,7 +114,7 @@ def batches_of(iterator: Any, hooks: KerasHooks) -> Batches:
     if isinstance(iterator, RepeatableIterator):
         return _Repeatable(iterator, hooks)
     if is_of_fit(iterator):
-        return _Kept(iterator, hooks)
+        return _KeptBatches(iterator, hooks)
     return _Global(iterator, hooks)
 
 
@@ -129,12 +129,12 @@ def is_of_fit(iterator: Any) -> bool:
     return isinstance(iterator, known)
 
 
-def _next(iterator: Any, hooks: KerasHooks) -> Taken:
+def _next(iterator: Any, hooks: KerasHooks) -> EvaluatedPart:
     # What a `BatchIterator` reports of its waiting doesn't count outside of steps.
     begin = time.time()
     batch = next(iterator)
     hooks.timer.waited(time.time() - begin, between=True)
-    return Taken(batch, iterator.element_spec)
+    return EvaluatedPart(batch, iterator.element_spec)
 
 
 # Calls that are begun again after a change of the workers.

@@ -24,7 +24,7 @@ from kerasdist._keras.context import current
 from kerasdist._keras.elastic.evaluation import (
     Batches,
     ByLayout,
-    Taken,
+    EvaluatedPart,
     batches_of,
     is_of_fit,
 )
@@ -328,7 +328,7 @@ class ElasticStep(ContinuableStep):
         if spec is None or self._trainer.run_eagerly or self._hooks.timer.running:
             return
         with translating(self._hooks):
-            self._calls(Taken(None, spec))
+            self._calls(EvaluatedPart(None, spec))
 
     def read_metrics(self, read: Callable[[], Any]) -> Any:
         """See `ContinuableStep.read_metrics`."""
@@ -464,7 +464,7 @@ class ElasticStep(ContinuableStep):
             self._traced.clear()
             return found
 
-        def run(taken: Taken) -> Any:
+        def run(taken: EvaluatedPart) -> Any:
             batch, spec = taken
             if self._trainer.run_eagerly:
                 call = made[0]

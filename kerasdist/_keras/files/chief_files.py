@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.05
 _REMOTE = "hf://"
 
 
-class _Process:
+class _FilesOfProcess:
     """This process's knowledge about files.
 
     Attributes:
@@ -119,7 +119,7 @@ def wait_for_chief(hooks: KerasHooks, path: str, own: bool = False) -> bool:
     announcements = hooks.workers.job.announcements
     if announcements is None or (hooks.dynamic and current.after_batch):
         return False
-    _Process.missing.pop(_key(path), None)
+    _FilesOfProcess.missing.pop(_key(path), None)
     dynamic = None if current.fitting else hooks.dynamic
     alone = dynamic is not None and _names_rank(path, hooks.workers.rank)
     in_pass = dynamic is not None and dynamic.in_pass
@@ -184,7 +184,7 @@ def _expect(given: str, facts: dict[str, Any]) -> None:
         if found is not None and (found[1] > written or found == (size, written)):
             return
         # Without a shared file system, once that is known, there is no wait.
-        if "invisible" in _Process.warned or time.monotonic() > until:
+        if "invisible" in _FilesOfProcess.warned or time.monotonic() > until:
             break
         time.sleep(_LOOK_SECONDS)
     state = "isn't there" if found is None else "is another, older one"
@@ -200,22 +200,22 @@ def _expect(given: str, facts: dict[str, Any]) -> None:
 
 def any_missing() -> bool:
     """Return whether there is any path for which `why_missing` has a reason."""
-    return bool(_Process.missing)
+    return bool(_FilesOfProcess.missing)
 
 
 def why_missing(path: str | os.PathLike[str]) -> str:
     """Return why a file that this rank has saved isn't there; empty if it may be."""
-    why, found = _Process.missing.get(_key(path), ("", None))
+    why, found = _FilesOfProcess.missing.get(_key(path), ("", None))
     return why if why and state_of_file(path) == found else ""
 
 
 def _note_missing(path: str, why: str) -> None:
-    _Process.missing[_key(path)] = why, state_of_file(path)
+    _FilesOfProcess.missing[_key(path)] = why, state_of_file(path)
 
 
 def _warn_once(kind: str, text: str) -> None:
-    if kind not in _Process.warned:
-        _Process.warned.add(kind)
+    if kind not in _FilesOfProcess.warned:
+        _FilesOfProcess.warned.add(kind)
         _LOG.warning("kerasdist: %s", text)
 
 

@@ -30,7 +30,7 @@ from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 
 
 @dataclasses.dataclass
-class _Kept:
+class _ChiefsCall:
     """A call that is the chief's.
 
     Attributes:
@@ -59,7 +59,7 @@ class Succession:
         self._elastic = elastic
         self._epoch = elastic.epoch
         self._joining = elastic.joining
-        self._kept: list[_Kept] = []
+        self._kept: list[_ChiefsCall] = []
         # Those that need more than their calls.
         self._loggers: list[Any] = []
         self._boards: list[Any] = []
@@ -87,7 +87,7 @@ class Succession:
             _add(self._loggers, callback)
         finished = self._elastic.finished
         self._kept = [each for each in self._kept if each.number >= finished]
-        self._kept.append(_Kept(finished, callback, method, call))
+        self._kept.append(_ChiefsCall(finished, callback, method, call))
 
     def look(self) -> None:
         """Continue the files if this worker has become the chief.

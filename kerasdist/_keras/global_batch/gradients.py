@@ -37,7 +37,7 @@ from kerasdist._tf.variables import is_distributed
 RAW, PART, WHOLE = "raw", "part", "whole"
 
 
-class Taken:
+class TapeGradients:
     """The gradients that the tapes of one replica's step have returned so far."""
 
     def __init__(self) -> None:

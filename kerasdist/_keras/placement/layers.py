@@ -94,7 +94,7 @@ class LayerPlacer(Protocol):
         """
 
 
-class _Calls(threading.local):
+class _CalledLayers(threading.local):
     """The layers that this thread is calling, and the variable it is creating.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Calls(threading.local):
         self.exporting = False
 
 
-_calls = _Calls()
+_calls = _CalledLayers()
 
 
 def placer_of(strategy: Any) -> LayerPlacer | None:

@@ -34,7 +34,7 @@ from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist._keras.global_batch.step_state import is_of_keras
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.placement.micro_batch_order import Part
+from kerasdist.placement.micro_batch_order import MicroBatch
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Marks:
         calls: How many models were called on parts.
     """
 
-    found: list[tuple[Any, Part]] = field(default_factory=list)
+    found: list[tuple[Any, MicroBatch]] = field(default_factory=list)
     calls: int = 0
 
-    def add(self, tensor: Any, part: Part) -> None:
+    def add(self, tensor: Any, part: MicroBatch) -> None:
         """Mark the operation that makes a tensor; does nothing without a graph."""
         if isinstance(tensor, tf.Tensor) and not hasattr(tensor, "numpy"):
             self.found.append((tensor.op, part))
@@ -98,7 +98,7 @@ class _Rows:
         )
 
 
-class _State(threading.local):
+class _MicroBatchState(threading.local):
     """The state of micro-batches in this thread.
 
     Attributes:
@@ -112,7 +112,7 @@ class _State(threading.local):
     rows: _Rows | None = None
 
 
-_state = _State()
+_state = _MicroBatchState()
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def _call(
             return leaf
         piece = parts[number].of(leaf)
         for tensor in tf.nest.flatten(piece, expand_composites=True):
-            marks.add(tensor, Part(call, number, False))
+            marks.add(tensor, MicroBatch(call, number, False))
         mask = masking.get_keras_mask(leaf)
         if mask is not None:
             masking.set_keras_mask(piece, parts[number].of(mask))
@@ -382,7 +382,7 @@ def _concat(parts: list[Any], marks: Marks, call: int) -> Any:
             pieces = []
             for number, piece in enumerate(tf.split(gradient, sizes)):
                 piece = tf.identity(piece)
-                marks.add(piece, Part(call, number, True))
+                marks.add(piece, MicroBatch(call, number, True))
                 pieces.append(piece)
             return pieces
 

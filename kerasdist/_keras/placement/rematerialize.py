@@ -31,7 +31,7 @@ from kerasdist import _tf
 from kerasdist._keras.placement.layers import calling, calls_now
 
 
-class _State(threading.local):
+class _RematerializeState(threading.local):
     """The state of rematerialization in this thread.
 
     Attributes:
@@ -47,7 +47,7 @@ class _State(threading.local):
     drawn: int = 0
 
 
-_state = _State()
+_state = _RematerializeState()
 
 
 @contextlib.contextmanager

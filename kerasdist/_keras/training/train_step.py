@@ -22,7 +22,7 @@ from kerasdist._keras.elastic.evaluation import (
 )
 from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
-from kerasdist._keras.global_batch.gradients import Taken, are_unseen
+from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.placement.layers import placer_of
 from kerasdist._keras.preemption.resumption import Departure, StepAlone
@@ -150,7 +150,7 @@ def make_function(
         taking: dict[str, Any] = {}
         if hooks.workers.replicas > 1:
             taking = {
-                "taken": Taken(),
+                "taken": TapeGradients(),
                 "direct": are_unseen(trainer),
                 "state": StepState(trainer, hooks, rows, training=training),
             }

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps, ops
 
 from kerasdist._tf.graph.partition_graphs import ORDER
-from kerasdist.placement.micro_batch_order import Part
+from kerasdist.placement.micro_batch_order import MicroBatch
 from kerasdist.placement.visits import Operation, Visit, find_next, find_visits
 
 # The name of an operation in which workers communicate.
@@ -81,7 +81,10 @@ def can_be_marked(devices: Iterable[str]) -> bool:
 
 
 def mark_visits(
-    graph: Any, first: int, marks: Iterable[tuple[Any, Part]], devices: Sequence[str]
+    graph: Any,
+    first: int,
+    marks: Iterable[tuple[Any, MicroBatch]],
+    devices: Sequence[str],
 ) -> list[Marked]:
     """Put clocks into a graph, around the work of some devices.
 

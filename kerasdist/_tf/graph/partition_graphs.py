@@ -12,7 +12,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import control_flow_ops
 
-from kerasdist.placement.micro_batch_order import Node, Part, find_edges, part_of
+from kerasdist.placement.micro_batch_order import MicroBatch, Node, find_edges, part_of
 
 # Edges in a graph that fix the order in which devices process micro-batches.
 
@@ -23,7 +23,7 @@ ORDER = "micro_batch_done"
 _READS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 
 
-def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
+def order_parts(graph: Any, marks: Iterable[tuple[Any, MicroBatch]]) -> int:
     """Let each device of a graph finish one micro-batch before it begins the next.
 
     Args:
@@ -61,8 +61,8 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, Part]]) -> int:
 
 
 def parts_of_operations(
-    graph: Any, marks: Iterable[tuple[Any, Part]]
-) -> dict[Any, Part]:
+    graph: Any, marks: Iterable[tuple[Any, MicroBatch]]
+) -> dict[Any, MicroBatch]:
     """Return the micro-batches of the operations of a graph that belong to one.
 
     Args:
@@ -71,7 +71,7 @@ def parts_of_operations(
     """
     operations = graph.get_operations()
     known, inputs = _known_and_inputs(operations, marks)
-    parts: list[Part | None] = []
+    parts: list[MicroBatch | None] = []
     joined: list[bool] = []
     for i in range(len(operations)):
         found = (known[i], False) if i in known else part_of(inputs[i], parts, joined)
@@ -83,8 +83,8 @@ def parts_of_operations(
 
 
 def _known_and_inputs(
-    operations: list[Any], marks: Iterable[tuple[Any, Part]]
-) -> tuple[dict[int, Part], list[list[int]]]:
+    operations: list[Any], marks: Iterable[tuple[Any, MicroBatch]]
+) -> tuple[dict[int, MicroBatch], list[list[int]]]:
     """Return the marked operations' parts, and the inputs of each, by index."""
     index = {operation: i for i, operation in enumerate(operations)}
     known = {index[op]: part for op, part in marks if op in index}

@@ -40,7 +40,7 @@ _MOST_STAGES = 1000
 
 
 @dataclass
-class Pipeline:
+class PipelineParts:
     """The parts of a pipeline.
 
     Attributes:
@@ -56,9 +56,9 @@ class Pipeline:
     generators: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
-def inspect_pipeline(dataset: Any) -> Pipeline:
+def inspect_pipeline(dataset: Any) -> PipelineParts:
     """Return the parts of a dataset's pipeline, as far as TensorFlow exposes them."""
-    found = Pipeline()
+    found = PipelineParts()
     for place, stage in enumerate(_stages(dataset)):
         kind = type(stage).__name__.strip("_").removesuffix("V2")
         _inspect(stage, f"{kind} {place}", found)
@@ -100,7 +100,7 @@ def iterator_dataset(iterator: Any, dataset: Any) -> Any:
     return made.with_options(dataset.options())
 
 
-def _inspect(stage: Any, name: str, found: Pipeline) -> None:
+def _inspect(stage: Any, name: str, found: PipelineParts) -> None:
     if hasattr(stage, "_num_shards") and hasattr(stage, "_index"):
         found.shards.append((int(stage._num_shards), int(stage._index)))
     if name.startswith("SkipDataset"):
@@ -120,7 +120,7 @@ def _inspect(stage: Any, name: str, found: Pipeline) -> None:
             found.generators[f"{name}[{index}]"] = generator
 
 
-def _look_into(graph: Any, name: str, found: Pipeline) -> None:
+def _look_into(graph: Any, name: str, found: PipelineParts) -> None:
     """Find shards and integers in a function and in those that it calls."""
     every = [graph.node, *(function.node_def for function in graph.library.function)]
     numbers = []

@@ -14,7 +14,7 @@ from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
+class TaskProcess:
     """One process of a job.
 
     Attributes:
@@ -85,24 +85,26 @@ class JobSpec:
         return 0 if self.part is None else self.part.first[kind]
 
     @property
-    def tasks(self) -> tuple[Task, ...]:
+    def tasks(self) -> tuple[TaskProcess, ...]:
         """The processes of the start: the workers by rank, then the servers."""
         return (
             *self._several("worker", self.size),
             *self._several("ps", self.servers),
         )
 
-    def _several(self, kind: str, count: int) -> Iterator[Task]:
+    def _several(self, kind: str, count: int) -> Iterator[TaskProcess]:
         first = self.first(kind)
-        return (Task(kind=kind, index=i) for i in range(first, first + count))
+        return (TaskProcess(kind=kind, index=i) for i in range(first, first + count))
 
     @property
-    def all_tasks(self) -> tuple[Task, ...]:
+    def all_tasks(self) -> tuple[TaskProcess, ...]:
         """`tasks`, and the workers that may be added to an elastic job."""
         if self.elastic is None or not self.elastic.grows:
             return self.tasks
         most = self.elastic.max_workers
-        added = (Task(kind="worker", index=rank) for rank in range(self.size, most))
+        added = (
+            TaskProcess(kind="worker", index=rank) for rank in range(self.size, most)
+        )
         return (*self.tasks, *added)
 
     @property
@@ -112,13 +114,13 @@ class JobSpec:
             return len(self.part.cluster["worker"])
         return sum(not task.is_server for task in self.all_tasks)
 
-    def host_of(self, task: Task) -> str:
+    def host_of(self, task: TaskProcess) -> str:
         """Return the name of a task's host; empty for this one, if all are on it."""
         if self.hosts is None:
             return ""
         return self.hosts.places[task.kind, task.index].host.name
 
-    def workers_beside(self, task: Task) -> list[Task]:
+    def workers_beside(self, task: TaskProcess) -> list[TaskProcess]:
         """Return all workers that a task's host may have, by rank."""
         host = self.host_of(task)
         return [
@@ -132,7 +134,7 @@ class JobSpec:
         """The name of all of them together, in messages."""
         return "workers and servers" if self.servers else "workers"
 
-    def log(self, task: Task, *, again: bool = False) -> Path | None:
+    def log(self, task: TaskProcess, *, again: bool = False) -> Path | None:
         """Return the path of a task's log; None if it has none.
 
         Args:

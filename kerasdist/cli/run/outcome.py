@@ -44,7 +44,7 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
-from kerasdist.cli.run.job import JobSpec, Task
+from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.output import end_of, last_traceback
 from kerasdist.cli.run.processes import ENDING_SIGNALS
 from kerasdist.cli.run.spawn import Started
@@ -317,7 +317,7 @@ class JobOutcome:
         """Return the ended tasks that are to be started again now."""
         return []
 
-    def take_growth(self) -> Task | Started | None:
+    def take_growth(self) -> TaskProcess | Started | None:
         """Return the task that is to be added, or started again: in elastic jobs."""
         return None
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 
 from kerasdist.cli.run.hosts.places import Place
-from kerasdist.cli.run.job import JobSpec, Task
+from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.nodes.rendezvous import LocalPart
 
 
@@ -23,7 +23,7 @@ class JobPorts:
     def __init__(self, job: JobSpec, *, keep: bool = False) -> None:
         self._job = job
         self._keep = keep
-        self._addresses: dict[Task, tuple[str, int]] = {}
+        self._addresses: dict[TaskProcess, tuple[str, int]] = {}
         self._kept = contextlib.ExitStack()
 
     @property
@@ -34,7 +34,7 @@ class JobPorts:
             cluster.setdefault(task.kind, []).append(self.address(task))
         return cluster
 
-    def address(self, task: Task) -> str:
+    def address(self, task: TaskProcess) -> str:
         """Return the address of a task, `"host:port"`."""
         host, port = self._addresses[task]
         return f"{host}:{port}"
@@ -52,7 +52,7 @@ class JobPorts:
                 for task in self._job.all_tasks
             ]
 
-    def _new_port(self, task: Task) -> socket.socket:
+    def _new_port(self, task: TaskProcess) -> socket.socket:
         with contextlib.ExitStack() as undo:
             sock = undo.enter_context(socket.socket())
             sock.bind(("127.0.0.1", 0))
@@ -69,11 +69,11 @@ class JobPorts:
             undo.pop_all()
         return sock
 
-    def _bound(self, task: Task) -> socket.socket:
+    def _bound(self, task: TaskProcess) -> socket.socket:
         return _bound_again(socket.AF_INET, self._addresses[task])
 
     @contextlib.contextmanager
-    def listen_again(self, task: Task) -> Iterator[socket.socket | None]:
+    def listen_again(self, task: TaskProcess) -> Iterator[socket.socket | None]:
         """Listen at the port of a task that has ended; closed with the block.
 
         Raises:
@@ -82,7 +82,7 @@ class JobPorts:
         with self._listening(task) as sock:
             yield sock
 
-    def _listening(self, task: Task) -> socket.socket:
+    def _listening(self, task: TaskProcess) -> socket.socket:
         sock = self._bound(task)
         try:
             sock.listen(1024)
@@ -108,7 +108,7 @@ class HostPorts(JobPorts):
         super().__init__(job)
         self._places = places
 
-    def address(self, task: Task) -> str:
+    def address(self, task: TaskProcess) -> str:
         """Return the address of a task, `"host:port"`."""
         return self._places[task.kind, task.index].text
 
@@ -118,7 +118,7 @@ class HostPorts(JobPorts):
         yield [None for _ in self._job.all_tasks]
 
     @contextlib.contextmanager
-    def listen_again(self, task: Task) -> Iterator[None]:
+    def listen_again(self, task: TaskProcess) -> Iterator[None]:
         """Yield no socket."""
         yield None
 
@@ -140,7 +140,7 @@ class PartPorts(JobPorts):
         """The addresses of all tasks, also of the other launchers'."""
         return self._part.cluster
 
-    def address(self, task: Task) -> str:
+    def address(self, task: TaskProcess) -> str:
         """Return the address of a task, `"host:port"`."""
         return self._part.cluster[task.kind][task.index]
 
@@ -157,7 +157,7 @@ class PartPorts(JobPorts):
                 for task in self._job.tasks
             ]
 
-    def _bound(self, task: Task) -> socket.socket:
+    def _bound(self, task: TaskProcess) -> socket.socket:
         first = self._part.first[task.kind]
         kept = self._part.bound[task.kind][task.index - first]
         return _bound_again(kept.family, kept.getsockname())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from kerasdist.cli.run import bootstrap
-from kerasdist.cli.run.job import JobSpec, Task
+from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.output import Lines, LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.start_up_lines import ChiefErrors, QuietLines, StartUpLines
@@ -103,7 +103,7 @@ def _read(path: str) -> str:
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def place_variables(job: JobSpec, task: Task) -> dict[str, str]:
+def place_variables(job: JobSpec, task: TaskProcess) -> dict[str, str]:
     """Return a task's variables: its rank, that on its host, and its GPUs.
 
     Sizes count all workers that the job may have: those that an elastic job may add,
@@ -150,7 +150,7 @@ class Started:
         gave_up: Whether it reported that it ends because of other tasks.
     """
 
-    task: Task
+    task: TaskProcess
     process: subprocess.Popen[bytes]
     incarnation: int = 0
     tail: Tail | None
@@ -224,7 +224,7 @@ def _hash_seed(secret: str) -> str:
     return str(int.from_bytes(digest[:4], "big"))
 
 
-def lines_of(task: Task) -> Lines:
+def lines_of(task: TaskProcess) -> Lines:
     """Return what cuts a task's output: only the chief's has no tag."""
     return WholeLines() if task.is_chief else LineTagger(f"[{task.tag}] ".encode())
 
@@ -252,7 +252,7 @@ class Launch:
     environ: Mapping[str, str]
     pass_fds: tuple[int, ...]
     pump: OutputPump | None
-    lines_of: Callable[[Task], Lines] = lines_of
+    lines_of: Callable[[TaskProcess], Lines] = lines_of
     chief_errors: ChiefErrors | None = None
 
     def start(self) -> list[Started]:
@@ -274,7 +274,7 @@ class Launch:
             self.pump.start()
         return started
 
-    def add(self, task: Task) -> Started:
+    def add(self, task: TaskProcess) -> Started:
         """Start a task that isn't one of the start.
 
         Raises:
@@ -293,7 +293,7 @@ class Launch:
             return self._start_task(ended.task, server, ended.incarnation + 1)
 
     def _start_task(
-        self, task: Task, listener: socket.socket | None, incarnation: int
+        self, task: TaskProcess, listener: socket.socket | None, incarnation: int
     ) -> Started:
         job = self.job
         # Only the first process of the chief has the terminal.

@@ -112,8 +112,8 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
             f"{cluster.rank} of {cluster.size} from {cluster.source}, rank {rank} of "
             f"{size} from MPI. Unset TF_CONFIG: with transport='mpi' `mpirun` sets it."
         )
-    if not _Process.joined:
-        _Process.joined = True
+    if not _MpiProcess.joined:
+        _MpiProcess.joined = True
         atexit.register(_abort_after_failure)
     deadline = Deadline(timeouts.startup)
     # A communicator of its own: the script's use of MPI doesn't interfere.
@@ -125,7 +125,7 @@ def join(cluster: Cluster, timeouts: Timeouts) -> tuple[Cluster, MpiCommunicator
         _wait([request], deadline, lambda: False)
         _wait([own.Iallgather(mpi.IN_PLACE, names)], deadline, lambda: False)
     except TimeoutError:
-        _Process.failed = True
+        _MpiProcess.failed = True
         raise errors.StartupError(
             f"Not all of MPI's {size} processes created their strategies within "
             f"{timeouts.startup:g} s. All must run the same script; or give them more "
@@ -188,7 +188,7 @@ def _load(cluster: Cluster) -> Any:
     return MPI
 
 
-class _Process:
+class _MpiProcess:
     """The state of MPI in this process.
 
     Attributes:
@@ -202,7 +202,7 @@ class _Process:
 
 def _abort_after_failure() -> None:
     """End the job after a failure: MPI_Finalize would wait for ranks that failed."""
-    if _Process.failed or final_exception() is not None:
+    if _MpiProcess.failed or final_exception() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         from mpi4py import MPI
@@ -347,7 +347,7 @@ class MpiCommunicator(CheckedCommunicator):
     def _abort(self) -> None:
         self._stopped = True
         if self._failure is not None:
-            _Process.failed = True
+            _MpiProcess.failed = True
 
     def _close(self) -> None:
         """Keep MPI's communicator: to free it is a collective of all ranks."""

@@ -26,7 +26,7 @@ from kerasdist import errors
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.groups import BROKEN, Group, Result
 from kerasdist.collectives.elastic.membership.agreement import Agreement
-from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.lines import PeerMessenger
 from kerasdist.collectives.elastic.membership.startup import survey
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.row_exchange import Array, Slices
@@ -38,7 +38,7 @@ from kerasdist.transport.tracing import Recorder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Change:
+class MembershipChange:
     """A change of the members.
 
     Attributes:
@@ -242,7 +242,7 @@ class ElasticCommunicator(Communicator):
 
     is_fixed = False
     membership: Agreement
-    lines: Lines
+    lines: PeerMessenger
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class ElasticCommunicator(Communicator):
         self._present = PresentGroup(group, patience)
         self.last: Result | None = None
         self._number = self.finished_before = 0
-        self.changes: list[Change] = []
+        self.changes: list[MembershipChange] = []
         self._section: int | None = None
         self._ended = False
         self._recorders: list[Recorder] = []

@@ -27,7 +27,7 @@ from kerasdist.collectives.elastic.groups import (
     elastic_timeouts,
 )
 from kerasdist.collectives.elastic.job import ElasticJob
-from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.lines import PeerMessenger
 from kerasdist.collectives.elastic.membership.startup import Startup, survey
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.failure_protocol import EndedTasks
@@ -148,7 +148,7 @@ class _Entry:
     """
 
     me: Member
-    lines: Lines
+    lines: PeerMessenger
     hosts: tuple[Member, ...]
 
 
@@ -180,7 +180,7 @@ def _enter(
     if joins:
         # Larger than that of any earlier process with this task.
         me = Member(me.id, int(time.time() * 1000))
-    lines = Lines(me, addresses, secret, listener, session)
+    lines = PeerMessenger(me, addresses, secret, listener, session)
     if not joins:
         lines.patience = deadline
     try:

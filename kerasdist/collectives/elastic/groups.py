@@ -13,7 +13,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
-from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.lines import PeerMessenger
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.deadline import Cancellation, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
@@ -275,7 +275,7 @@ class Connector:
         return Group(decision.epoch.number, members, job)
 
 
-def introduce(group: Group, decision: Decision, lines: Lines) -> None:
+def introduce(group: Group, decision: Decision, lines: PeerMessenger) -> None:
     """Exchange the names of the members' processes, and of those of absent members.
 
     A newcomer has never been in contact with an absent one. By its name it knows that

@@ -11,8 +11,8 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.collectives.elastic.communicator import (
-    Change,
     ElasticCommunicator,
+    MembershipChange,
     differences,
 )
 from kerasdist.collectives.elastic.groups import (
@@ -25,12 +25,12 @@ from kerasdist.collectives.elastic.groups import (
 )
 from kerasdist.collectives.elastic.leaving import Leaving
 from kerasdist.collectives.elastic.membership.agreement import Agreement
-from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.lines import PeerMessenger
 from kerasdist.collectives.elastic.membership.startup import Startup
 from kerasdist.collectives.elastic.termination import Termination
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Cancellation
-from kerasdist.transport.liveness.announcements import Outcome
+from kerasdist.transport.liveness.announcements import WaitOutcome
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import background_log
 from kerasdist.transport.membership.events import (
@@ -160,7 +160,7 @@ class ElasticChiefActions:
             group.job.announcements.begin(topic)
         group.job.announcements.end(topic, facts, failed=failed)
 
-    def wait(self, topic: str, *, own: bool = False) -> Outcome:
+    def wait(self, topic: str, *, own: bool = False) -> WaitOutcome:
         """See `Announcements.wait`; "mine": this worker has become the chief.
 
         Raises:
@@ -170,7 +170,7 @@ class ElasticChiefActions:
         while True:
             announcements = group.job.announcements
             if announcements is None or announcements.announces:
-                return Outcome(kind="mine")
+                return WaitOutcome(kind="mine")
             try:
                 return announcements.wait(topic, own=own)
             except BROKEN:
@@ -223,7 +223,7 @@ class ElasticJob:
         self,
         connector: Connector,
         listener: Listener,
-        lines: Lines,
+        lines: PeerMessenger,
         min_workers: int,
         hosts: tuple[Member, ...],
         startup: Startup | None,
@@ -480,7 +480,7 @@ class ElasticJob:
 
     def _describe(
         self, old: Group, group: Group, pause: float, agreed: float
-    ) -> Change:
+    ) -> MembershipChange:
         error = self._losses.take()
         left = [each for each in old.members if each.id in self.leaving.ids]
         servers = old.job.servers, group.job.servers
@@ -489,7 +489,7 @@ class ElasticJob:
         reason = "" if error is None or (left and not lost) else f": {error.reason}"
         count = len(group.members)
         verb = "s continue" if count > 1 else " continues"
-        return Change(
+        return MembershipChange(
             text=f"{what} at step {self.communicator.step}{reason}. "
             f"{count} worker{verb} ({pause:.2f} s).",
             before=len(old.members),

@@ -23,11 +23,11 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.ps.channel.channel import Message
-from kerasdist.ps.client.communicator import Build, Job, ServerCommunicator
+from kerasdist.ps.client.communicator import Build, ServerCommunicator, ServerJob
 from kerasdist.ps.client.connection import Roster, ServerConnections
 from kerasdist.ps.client.remote_table import RemoteTable
 from kerasdist.ps.layout import Layout, ServerSettings, Variable
-from kerasdist.ps.membership import Event, Progress
+from kerasdist.ps.membership import Event, WorkerProgress
 from kerasdist.ps.server.batch_queue import REMEMBERED
 from kerasdist.ps.server.handler import Goodbye
 from kerasdist.transport.base import Peer
@@ -42,7 +42,7 @@ from kerasdist.transport.wire.framing import Call, FrameType, to_json, unexpecte
 # It assigns batches, and keeps first values; each server has statistics of its own.
 
 
-class ControlRequests(Job):
+class ControlRequests(ServerJob):
     """The control requests of a worker's client; see `kerasdist.ps.client.client`."""
 
     def __init__(self) -> None:
@@ -251,7 +251,7 @@ class ServerClient(ControlRequests):
 
     @property
     def servers(self) -> int:
-        """See `Job.servers`."""
+        """See `ServerJob.servers`."""
         return len(self.connections)
 
     def open_table(
@@ -296,7 +296,7 @@ class ServerClient(ControlRequests):
 
     @contextlib.contextmanager
     def calling(self, what: str) -> Iterator[None]:
-        """See `Job.calling`."""
+        """See `ServerJob.calling`."""
         with self._calls:
             self.check()
             try:
@@ -316,11 +316,11 @@ class ServerClient(ControlRequests):
                 raise
 
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """See `Job.request_all`."""
+        """See `ServerJob.request_all`."""
         return self.connections.request_all(builds)
 
     def check(self) -> None:
-        """See `Job.check`."""
+        """See `ServerJob.check`."""
         if self._failure is not None:
             raise copy_to_raise(self._failure)
         if self._closed or not self._uses:
@@ -330,11 +330,11 @@ class ServerClient(ControlRequests):
             )
 
     def generation(self, server: int) -> int:
-        """See `Job.generation`."""
+        """See `ServerJob.generation`."""
         return self.connections[server].generation
 
     def note_met(self, call: Call, answers: Sequence[Message]) -> None:
-        """See `Job.note_met`."""
+        """See `ServerJob.note_met`."""
         self._met = max(self._met, call.sequence)
         for answer in answers:
             clocks = answer.meta.get("clocks")
@@ -354,7 +354,7 @@ class ServerClient(ControlRequests):
     def step(self, value: int) -> None:
         self._step = value
 
-    # See `Job`.
+    # See `ServerJob`.
 
     @property
     def failure(self) -> errors.CollectiveError | None:
@@ -366,9 +366,9 @@ class ServerClient(ControlRequests):
         """Whether `close` was called."""
         return self._closed
 
-    def progress(self) -> Progress:
-        """See `Job.progress`."""
-        return Progress(
+    def progress(self) -> WorkerProgress:
+        """See `ServerJob.progress`."""
+        return WorkerProgress(
             met=self._met,
             clocks={table.number: table.clock for table in self.tables},
             claims=self.claims,
@@ -376,7 +376,7 @@ class ServerClient(ControlRequests):
         )
 
     def await_failure(self, seconds: float) -> errors.CollectiveError | None:
-        """See `Job.await_failure`."""
+        """See `ServerJob.await_failure`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or self._closed, seconds

@@ -28,7 +28,7 @@ from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, check_dtype, equal_part
 from kerasdist.ps.channel.channel import Channel, Message
 from kerasdist.ps.layout import ServerSettings
-from kerasdist.ps.membership import Progress
+from kerasdist.ps.membership import WorkerProgress
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.tracing import Laps, Recorder
@@ -40,7 +40,7 @@ from kerasdist.transport.wire.framing import Call, FrameType
 Build = Callable[[Channel], Message]
 
 
-class Job(abc.ABC):
+class ServerJob(abc.ABC):
     """A worker's part in a job, implemented by `ServerClient`.
 
     Attributes:
@@ -86,7 +86,7 @@ class Job(abc.ABC):
         """Wait a moment for a failure."""
 
     @abc.abstractmethod
-    def progress(self) -> Progress:
+    def progress(self) -> WorkerProgress:
         """Return this worker's progress, for a restarted server."""
 
     @abc.abstractmethod
@@ -141,7 +141,7 @@ class ServerCommunicator(CheckedCommunicator):
         ranks: The ranks that took part in the last collective.
     """
 
-    def __init__(self, client: Job, met: int) -> None:
+    def __init__(self, client: ServerJob, met: int) -> None:
         super().__init__(
             client.rank, client.peers, _Supervisor(client), client.timeouts.collective
         )
@@ -336,7 +336,7 @@ class ServerCommunicator(CheckedCommunicator):
 class _Supervisor:
     """The failure detector of a communicator: the servers detect failures."""
 
-    def __init__(self, client: Job) -> None:
+    def __init__(self, client: ServerJob) -> None:
         self.call = Call(0)
         self._client = client
 

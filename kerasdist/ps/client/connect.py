@@ -15,7 +15,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, memory_pair
 from kerasdist.ps.client.client import TRANSPORTS, ServerClient
-from kerasdist.ps.client.communicator import Job
+from kerasdist.ps.client.communicator import ServerJob
 from kerasdist.ps.client.connection import JOIN_SECONDS, Roster, ServerConnection
 from kerasdist.ps.client.network import NetworkConnection
 from kerasdist.ps.layout import Layout, ServerSettings
@@ -103,7 +103,7 @@ class InProcessConnection(ServerConnection):
         handler: RequestHandler,
         worker: WorkerRecord,
         timeouts: Timeouts,
-        job: Job,
+        job: ServerJob,
     ) -> None:
         super().__init__(job, timeouts)
         self._handler = handler

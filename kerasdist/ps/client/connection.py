@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kerasdist import errors
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded, ChannelSilent, Message
-from kerasdist.ps.client.communicator import Build, Job
+from kerasdist.ps.client.communicator import Build, ServerJob
 from kerasdist.ps.server.handler import MOST_BYTES, Goodbye
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline, Timeouts
@@ -57,7 +57,7 @@ class ServerConnections:
             )
 
     def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """See `Job.request_all`."""
+        """See `ServerJob.request_all`."""
         nothing = Message(FrameType.REPLY, Call(0), {}, ())
         used = [i for i, build in enumerate(builds) if build is not None]
         replies = [nothing] * len(builds)
@@ -165,7 +165,7 @@ class ServerConnection(abc.ABC):
             valid in one generation.
     """
 
-    def __init__(self, job: Job, timeouts: Timeouts) -> None:
+    def __init__(self, job: ServerJob, timeouts: Timeouts) -> None:
         self.index = 0
         self.generation = 0
         self._job = job

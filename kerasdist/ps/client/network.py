@@ -15,7 +15,7 @@ from kerasdist import errors
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded
 from kerasdist.ps.channel.socket_channel import SocketChannel
-from kerasdist.ps.client.communicator import Job
+from kerasdist.ps.client.communicator import ServerJob
 from kerasdist.ps.client.connection import (
     GRACE_SECONDS,
     JOIN_SECONDS,
@@ -66,7 +66,7 @@ class NetworkConnection(ServerConnection):
         settings: ServerSettings,
         timeouts: Timeouts,
         heartbeat: Heartbeat,
-        job: Job,
+        job: ServerJob,
         transport: str,
         stop: Cancellation | None = None,
     ) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kerasdist import errors
 from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.ps.channel.channel import Channel, Message, Spec
-from kerasdist.ps.client.communicator import Job
+from kerasdist.ps.client.communicator import ServerJob
 from kerasdist.ps.layout import Layout, Piece, dtype_of
 from kerasdist.ps.tables.served_table import merge_rows
 from kerasdist.transport.tracing import Laps, now
@@ -85,7 +85,7 @@ class RemoteTable:
         observed: Number of this worker's reads by staleness.
     """
 
-    def __init__(self, client: Job, number: int, layout: Layout) -> None:
+    def __init__(self, client: ServerJob, number: int, layout: Layout) -> None:
         self.number = number
         self.layout = layout
         self.clock = 0

@@ -58,7 +58,7 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class EpochServers:
     """The servers of an epoch.
 
     Attributes:
@@ -74,7 +74,7 @@ class Layout:
         return {"servers": list(self.servers), "session": self.session}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any], count: int) -> Layout:
+    def from_json(cls, value: dict[str, Any], count: int) -> EpochServers:
         """Return the layout that `to_json` wrote.
 
         Args:
@@ -193,7 +193,7 @@ class Search:
     deadline: Deadline
     stop: Cancellation
 
-    def begin(self, workers: Sequence[str]) -> Layout:
+    def begin(self, workers: Sequence[str]) -> EpochServers:
         """Begin the epoch at the servers that answer, as its first member.
 
         Args:
@@ -207,7 +207,7 @@ class Search:
         """
         servers = self._all() if self.epoch == 0 else self._living()
         session = f"{self.session}.{self.epoch}.{secrets.token_hex(8)}"
-        layout = Layout(tuple(servers), session)
+        layout = EpochServers(tuple(servers), session)
         begin = functools.partial(
             self._begin_at,
             hello=self._hello(
@@ -220,7 +220,7 @@ class Search:
         self._at_once(begin, servers)
         return layout
 
-    def ask(self, chief: str) -> Layout:
+    def ask(self, chief: str) -> EpochServers:
         """Ask all servers for those of the epoch; return the first answer.
 
         Args:
@@ -346,7 +346,7 @@ class Search:
                 value = request(
                     *(self.servers[server], self.secret, hello, self.deadline, done)
                 )
-                layout = Layout.from_json(value, len(self.servers))
+                layout = EpochServers.from_json(value, len(self.servers))
                 answers.take(server, layout=layout)
                 return
             except _SILENT as error:
@@ -391,7 +391,7 @@ class _Answers:
     """The answers of several servers to one question."""
 
     def __init__(self) -> None:
-        self.layout: Layout | None = None
+        self.layout: EpochServers | None = None
         self.error: Exception | None = None
         self.unreachable: dict[int, BaseException | None] = {}
         self._changed = threading.Condition()
@@ -400,7 +400,7 @@ class _Answers:
         self,
         server: int,
         *,
-        layout: Layout | None = None,
+        layout: EpochServers | None = None,
         error: Exception | None = None,
         unreachable: BaseException | None = None,
     ) -> None:

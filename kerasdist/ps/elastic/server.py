@@ -24,7 +24,7 @@ from kerasdist.ps.elastic.search import (
     BEGIN,
     PURPOSE,
     READY,
-    Layout,
+    EpochServers,
     agreed,
     answer,
     refuse,
@@ -309,7 +309,9 @@ class ElasticServer:
 
     def _epoch_of(self, number: int, hello: dict[str, Any]) -> _Epoch:
         known = self._cluster.workers
-        layout = Layout.from_json(hello.get("layout") or {}, len(self._cluster.servers))
+        layout = EpochServers.from_json(
+            hello.get("layout") or {}, len(self._cluster.servers)
+        )
         workers, seconds = hello.get("workers"), hello.get("seconds")
         if (
             not isinstance(workers, list)
@@ -375,7 +377,7 @@ class _Epoch:
     def __init__(
         self,
         number: int,
-        layout: Layout,
+        layout: EpochServers,
         server: ParameterServer,
         count: Callable[[dict[str, int]], None],
     ) -> None:

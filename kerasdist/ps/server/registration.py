@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.ps.membership import Progress, WorkerRecord
+from kerasdist.ps.membership import WorkerProgress, WorkerRecord
 from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline
@@ -240,7 +240,7 @@ class Registrar:
                 if older is not None:
                     _refuse(older[1], f"Another process connected as {worker}.")
             elif refusal is None and returns:
-                progress = Progress.from_json(hello.get("resume"))
+                progress = WorkerProgress.from_json(hello.get("resume"))
                 self._return(known, worker, progress)
             elif refusal is None:
                 self._join(known, worker, hello)
@@ -343,7 +343,7 @@ class Registrar:
         return None
 
     def _return(
-        self, known: WorkerRecord, worker: WorkerRecord, progress: Progress
+        self, known: WorkerRecord, worker: WorkerRecord, progress: WorkerProgress
     ) -> None:
         worker.met = max(known.met, progress.met)
         worker.clock = max([known.clock, *progress.clocks.values()])

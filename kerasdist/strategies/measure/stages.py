@@ -34,7 +34,7 @@ from kerasdist import _tf
 from kerasdist._tf.graph import graph_clocks
 from kerasdist.collectives.clock_sync import compare
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.placement.micro_batch_order import Part
+from kerasdist.placement.micro_batch_order import MicroBatch
 from kerasdist.placement.visits import union_length
 
 # The name of a span that belongs to no micro-batch, or to all of the batch.
@@ -128,7 +128,9 @@ class StageClock:
         # Times are relative to this: sums of small numbers are exact.
         self._base = time.time()
 
-    def mark(self, graph: Any, first: int, parts: Iterable[tuple[Any, Part]]) -> None:
+    def mark(
+        self, graph: Any, first: int, parts: Iterable[tuple[Any, MicroBatch]]
+    ) -> None:
         """Put clocks into the graph of a step that is measured.
 
         Args:
@@ -270,7 +272,7 @@ def _earliest(times: Any, limits: Sequence[tuple[Any, ...]]) -> Any:
     return tf.reduce_min(tf.gather(times, rows), 1)
 
 
-def _name(part: Part | None) -> str:
+def _name(part: MicroBatch | None) -> str:
     if part is None:
         return COMPUTE
     return f"{'backward' if part.backward else 'forward'} {part.number}"

@@ -211,7 +211,7 @@ _ONCE = {
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class SlicesPart:
     """A part of a gradient's slices.
 
     Attributes:
@@ -225,7 +225,7 @@ class Part:
     indices: Any
 
 
-def parts_of(slices: Any, *, apart: bool = False) -> list[Part]:
+def parts_of(slices: Any, *, apart: bool = False) -> list[SlicesPart]:
     """Split slices into their parts, in order.
 
     Args:
@@ -234,14 +234,14 @@ def parts_of(slices: Any, *, apart: bool = False) -> list[Part]:
         apart: Whether parts of one kind are wanted apart, too.
     """
     if isinstance(slices.indices, tf.__internal__.EagerTensor):
-        return [Part(ROWS, slices.values, slices.indices)]
+        return [SlicesPart(ROWS, slices.values, slices.indices)]
     pieces = list(_pieces(slices.indices))
     kinds = [_kind(piece) for piece in pieces]
     if not apart and len(set(kinds)) == 1 and kinds[0] != KEYED:
-        return [Part(kinds[0], slices.values, slices.indices)]
+        return [SlicesPart(kinds[0], slices.values, slices.indices)]
     values = _split(slices.values, pieces)
     indices = _split(slices.indices, pieces)
-    return [Part(*part) for part in zip(kinds, values, indices, strict=True)]
+    return [SlicesPart(*part) for part in zip(kinds, values, indices, strict=True)]
 
 
 def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> Any:
@@ -259,8 +259,8 @@ def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> An
         IndexedSlices; the same ones if there's nothing to add up.
     """
     parts = parts_of(slices, apart=True)
-    by_call: dict[Any, dict[Any, list[Part]]] = {}
-    others: list[Part] = []
+    by_call: dict[Any, dict[Any, list[SlicesPart]]] = {}
+    others: list[SlicesPart] = []
     for part in parts:
         found = None if part.kind == ROWS else micro_batch_of(part.values)
         if found is None:
@@ -268,7 +268,7 @@ def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> An
         else:
             call, number = found
             by_call.setdefault(call, {}).setdefault(number, []).append(part)
-    merged: list[Part] = []
+    merged: list[SlicesPart] = []
     for lookups in by_call.values():
         for same in itertools.zip_longest(*lookups.values()):
             merged += _merged(same)
@@ -282,7 +282,7 @@ def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> An
     )
 
 
-def _merged(parts: Sequence[Part | None]) -> list[Part]:
+def _merged(parts: Sequence[SlicesPart | None]) -> list[SlicesPart]:
     """Return the parts of one lookup by all micro-batches as one; or unchanged."""
     found = [part for part in parts if part is not None]
     first = found[0]
@@ -292,12 +292,12 @@ def _merged(parts: Sequence[Part | None]) -> list[Part]:
         values = tf.concat([part.values for part in found], 0)
         indices = tf.concat([part.indices for part in found], 0)
         whole = add_up(tf.IndexedSlices(values, indices))
-        return [Part(KEYED, whole.values, whole.indices)]
+        return [SlicesPart(KEYED, whole.values, whole.indices)]
     indices = [tensor_origins.constant(part.indices) for part in found]
     if not all(np.array_equal(one, indices[0]) for one in indices):
         return found
     values = [part.values for part in found]
-    return [Part(first.kind, tf.add_n(values), first.indices)]
+    return [SlicesPart(first.kind, tf.add_n(values), first.indices)]
 
 
 def _before(operation: Any) -> Any | None:
@@ -421,10 +421,10 @@ class SplitGradients:
         self, gradients: Sequence[Any], *, linear: bool, share: Any = None
     ) -> None:
         self._gradients = list(gradients)
-        self._parts: list[list[Part]] = []
+        self._parts: list[list[SlicesPart]] = []
         self.pieces: list[Any] = []
         for gradient in gradients:
-            parts: list[Part] = []
+            parts: list[SlicesPart] = []
             if isinstance(gradient, tf.IndexedSlices):
                 parts = parts_of(gradient)
                 if linear:
@@ -476,11 +476,11 @@ def _is_eager(tensor: Any) -> bool:
     return isinstance(tensor, tf.__internal__.EagerTensor)
 
 
-def _for_linear(parts: list[Part], dense_shape: Any) -> list[Part]:
+def _for_linear(parts: list[SlicesPart], dense_shape: Any) -> list[SlicesPart]:
     """Return at most one part beside those that are sent unchanged."""
     rows = tf.get_static_value(dense_shape[0]) if dense_shape is not None else None
 
-    def is_small(part: Part) -> bool:
+    def is_small(part: SlicesPart) -> bool:
         size = part.indices.shape.num_elements()
         return part.kind == FIXED and (rows is None or (size or 0) <= rows)
 
@@ -491,18 +491,18 @@ def _for_linear(parts: list[Part], dense_shape: Any) -> list[Part]:
     values = [part.values for part in others]
     indices = [part.indices for part in others]
     if len(others) > 1:
-        return [*fixed, Part(ROWS, tf.concat(values, 0), tf.concat(indices, 0))]
-    return [*fixed, Part(ROWS, *values, *indices)]
+        return [*fixed, SlicesPart(ROWS, tf.concat(values, 0), tf.concat(indices, 0))]
+    return [*fixed, SlicesPart(ROWS, *values, *indices)]
 
 
-def _piece(part: Part, gradient: Any) -> Any:
+def _piece(part: SlicesPart, gradient: Any) -> Any:
     if part.kind == FIXED:
         return part.values
     indices = _keys(part.indices) if part.kind == KEYED else part.indices
     return tf.IndexedSlices(part.values, indices, gradient.dense_shape)
 
 
-def _whole(part: Part, reduced: Any, gradient: Any) -> Any:
+def _whole(part: SlicesPart, reduced: Any, gradient: Any) -> Any:
     if part.kind == FIXED:
         return tf.IndexedSlices(reduced, part.indices, gradient.dense_shape)
     if part.kind == KEYED:

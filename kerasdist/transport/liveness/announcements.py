@@ -51,7 +51,7 @@ class Announcement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class WaitOutcome:
     """The end of a wait.
 
     Attributes:
@@ -89,7 +89,7 @@ class ChiefActions(Protocol):
     def end(self, topic: str, facts: dict[str, Any], *, failed: bool = False) -> None:
         """See `Announcements.end`."""
 
-    def wait(self, topic: str, *, own: bool = False) -> Outcome:
+    def wait(self, topic: str, *, own: bool = False) -> WaitOutcome:
         """See `Announcements.wait`."""
 
 
@@ -168,7 +168,7 @@ class Announcements:
 
     # On the others.
 
-    def wait(self, topic: str, *, own: bool = False) -> Outcome:
+    def wait(self, topic: str, *, own: bool = False) -> WaitOutcome:
         """Wait until the chief has done the action that is next in this rank's script.
 
         Args:
@@ -192,7 +192,7 @@ class Announcements:
             if outcome is not None and outcome.kind != "busy":
                 return outcome
             if outcome is None and own and self._last and topic not in self._last:
-                return Outcome(kind="elsewhere")
+                return WaitOutcome(kind="elsewhere")
             if outcome is not None and not begun:
                 began, begun = time.monotonic(), True
             reason = self._gone()
@@ -202,28 +202,30 @@ class Announcements:
                 if outcome is not None and outcome.kind != "busy":
                     return outcome
                 known = topic in self._last
-                return Outcome(kind="gone", reason=reason, known=known)
+                return WaitOutcome(kind="gone", reason=reason, known=known)
             left = began + self.seconds - time.monotonic()
             if left <= 0:
-                return Outcome(kind="busy" if begun else "late")
+                return WaitOutcome(kind="busy" if begun else "late")
             self._send({"do": "ask"}, 0)
             with self._changed:
                 self._changed.wait(min(pause, left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _look(self, topic: str, place: int, count: int) -> Outcome | None:
+    def _look(self, topic: str, place: int, count: int) -> WaitOutcome | None:
         with self._changed:
             found = self._last.get(topic)
             if found is not None and (found.place, found.count) >= (place, count):
                 if found.state == "begun":
                     # Or interrupted it, by Ctrl-C for instance.
                     gone_on = self._chiefs_place > found.place
-                    return Outcome(kind="past" if gone_on else "busy")
+                    return WaitOutcome(kind="past" if gone_on else "busy")
                 mine = (found.place, found.count) == (place, count)
                 # A later attempt doesn't show how this one ended.
                 failed = mine and found.state == "failed"
-                return Outcome(kind="failed" if failed else "done", facts=found.facts)
-            return Outcome(kind="past") if self._chiefs_place > place else None
+                return WaitOutcome(
+                    kind="failed" if failed else "done", facts=found.facts
+                )
+            return WaitOutcome(kind="past") if self._chiefs_place > place else None
 
     # Received messages, from any thread.
 

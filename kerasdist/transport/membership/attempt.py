@@ -10,7 +10,7 @@ from kerasdist.transport.membership.events import (
     Member,
     Prepare,
     Promise,
-    Report,
+    SuspensionReport,
     is_quorum,
 )
 
@@ -73,6 +73,6 @@ class Attempt:
         ]
         return max(accepted, key=lambda each: each[0])[1] if accepted else None
 
-    def reports(self) -> dict[Member, Report]:
+    def reports(self) -> dict[Member, SuspensionReport]:
         """Return the reports of those that have promised."""
         return {member: promise.report for member, promise in self.promises}

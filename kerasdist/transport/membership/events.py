@@ -103,7 +103,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StepVerdict:
     """The fate of the step during which an epoch ended.
 
     All steps up to `progress.step` are committed; the next one is aborted wherever it
@@ -129,11 +129,11 @@ class Decision:
     """An epoch, and the verdict on the step before it: what consensus is about."""
 
     epoch: Epoch
-    verdict: Verdict
+    verdict: StepVerdict
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SuspensionReport:
     """The knowledge of a member that has suspended training.
 
     Attributes:
@@ -152,7 +152,7 @@ class Report:
 def first_decision(members: tuple[Member, ...]) -> Decision:
     """Return the epoch in which a job starts."""
     epoch = Epoch(0, members, elders=frozenset(members))
-    return Decision(epoch, Verdict(Progress(0), members, members))
+    return Decision(epoch, StepVerdict(Progress(0), members, members))
 
 
 def is_quorum(
@@ -167,7 +167,7 @@ def is_quorum(
 
 def next_decision(
     epoch: Epoch,
-    reports: Mapping[Member, Report],
+    reports: Mapping[Member, SuspensionReport],
     joiners: tuple[Member, ...],
     dead: frozenset[Member],
     min_workers: int,
@@ -208,11 +208,11 @@ def next_decision(
     last = max(reached.values(), default=Progress(0))
     holders = tuple(member for member in reached if reached[member].step == last.step)
     furthest = tuple(member for member in reached if reached[member] == last)
-    return Decision(new, Verdict(last, holders, furthest, stop))
+    return Decision(new, StepVerdict(last, holders, furthest, stop))
 
 
 def _in_contact(
-    epoch: Epoch, reports: Mapping[Member, Report], *, leaving: bool
+    epoch: Epoch, reports: Mapping[Member, SuspensionReport], *, leaving: bool
 ) -> list[Member]:
     """Return members, each in contact with each other one, by rank.
 
@@ -258,7 +258,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class LeaveRequest:
     """The sender wants to leave after a step."""
 
     epoch: int
@@ -307,7 +307,7 @@ class Promise:
 
     epoch: int
     ballot: Ballot
-    report: Report
+    report: SuspensionReport
     accepted: tuple[Ballot, Decision] | None = None
 
 
@@ -355,7 +355,7 @@ class Gone:
     """The sender has stopped: it is as good as dead."""
 
 
-Numbered = Leaving | Loss | Prepare | Promise | Rejected | Propose | Accepted
+Numbered = LeaveRequest | Loss | Prepare | Promise | Rejected | Propose | Accepted
 Message = Join | Decided | Excluded | Gone | Numbered
 
 

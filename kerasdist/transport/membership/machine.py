@@ -50,7 +50,7 @@ from kerasdist.transport.membership.events import (
     Install,
     Join,
     Leave,
-    Leaving,
+    LeaveRequest,
     Loss,
     Member,
     Message,
@@ -62,12 +62,12 @@ from kerasdist.transport.membership.events import (
     Propose,
     Received,
     Rejected,
-    Report,
     Send,
     Silent,
     Stop,
     StopReason,
     Suspend,
+    SuspensionReport,
     Timeout,
     TooLate,
     is_quorum,
@@ -220,7 +220,7 @@ class Machine:
             self._change()
         elif self._first() != self.me:
             if self.me in self._leavers:
-                self._send(self._first(), Leaving(self.decision.epoch.number))
+                self._send(self._first(), LeaveRequest(self.decision.epoch.number))
         elif self._attempt is None and (
             self._joiners or self._leavers or self._may_settle()
         ):
@@ -331,7 +331,7 @@ class Machine:
         self._promised = message.ballot
         self._round = max(self._round, message.ballot.round)
         leaving = self.me in self._leavers
-        report = Report(self.progress, self._silent, leaving, self.confirmed)
+        report = SuspensionReport(self.progress, self._silent, leaving, self.confirmed)
         promise = Promise(message.epoch, message.ballot, report, self._accepted)
         self._send(sender, promise)
 
@@ -419,7 +419,7 @@ class Machine:
                 self._on_accepted(sender, message)
             case Rejected():
                 self._round = max(self._round, message.promised.round)
-            case Leaving():
+            case LeaveRequest():
                 self._leavers |= {sender}
                 self._review()
             case Loss():

@@ -47,7 +47,7 @@ _Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True, eq=False)
-class _Waiting:
+class _WaitingConnection:
     """A connection that waits until it's taken, and since when."""
 
     connection: Connection
@@ -61,7 +61,7 @@ class Mailboxes:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         # In the order of arrival; a rank may have connected more than once.
-        self._waiting: dict[_Key, list[_Waiting]] = {}
+        self._waiting: dict[_Key, list[_WaitingConnection]] = {}
         self._closed = False
 
     def put(self, connection: Connection, hello: dict[str, Any]) -> bool:
@@ -87,7 +87,7 @@ class Mailboxes:
                 )
             # A worker that was started again connects again.
             arrived = self._waiting.setdefault((session, purpose, rank), [])
-            arrived.append(_Waiting(connection, hello, time.monotonic()))
+            arrived.append(_WaitingConnection(connection, hello, time.monotonic()))
             self._changed.notify_all()
         return True
 

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.compiled_step import Node, divide, padded
+from kerasdist._tf.compiled_step import StepOperation, divide, padded
 
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -12,7 +12,7 @@ CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 def parts(*nodes):
     """Divide nodes, which are (device or None, those before, collective)."""
     made = [
-        Node(device=device, before=before, collective=bool(collective))
+        StepOperation(device=device, before=before, collective=bool(collective))
         for device, before, *collective in nodes
     ]
     return [part.nodes for part in divide(made)]

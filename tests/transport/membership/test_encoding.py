@@ -26,8 +26,8 @@ from kerasdist.transport.membership.events import (
     Prepare,
     Progress,
     Promise,
-    Report,
-    Verdict,
+    StepVerdict,
+    SuspensionReport,
     first_decision,
 )
 from kerasdist.transport.wire.framing import MAX_CONTROL
@@ -66,9 +66,9 @@ def test_those_of_a_large_job_fit_into_a_frame() -> None:
     members = tuple(Member(number, number % 3) for number in range(1000))
     every = frozenset(members)
     epoch = Epoch(1 << 30, members, members, every, every)
-    decision = Decision(epoch, Verdict(Progress(1 << 40), members, members))
+    decision = Decision(epoch, StepVerdict(Progress(1 << 40), members, members))
     ballot = Ballot(1 << 30, members[-1])
-    report = Report(Progress(1 << 40), every)
+    report = SuspensionReport(Progress(1 << 40), every)
     message = Promise(1, ballot, report, (ballot, decision))
     data = encode(message)
     assert len(data) < MAX_CONTROL

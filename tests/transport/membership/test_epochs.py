@@ -11,8 +11,8 @@ from kerasdist.transport.membership.events import (
     Prepare,
     Progress,
     Promise,
-    Report,
     StopReason,
+    SuspensionReport,
     first_decision,
     is_quorum,
     next_decision,
@@ -74,7 +74,7 @@ def decide(reports, *, epoch=None, joiners=(), dead=(), min_workers=1):
     ],
 )
 def test_a_step_is_committed_if_one_has_finished_it(a, progress, holders, furthest):
-    reports = {A: Report(a), B: Report(Progress(6, 3))}
+    reports = {A: SuspensionReport(a), B: SuspensionReport(Progress(6, 3))}
     verdict = decide(reports, dead=[C]).verdict
     assert verdict.progress == progress
     assert (verdict.holders, verdict.furthest) == (holders, furthest)
@@ -82,7 +82,7 @@ def test_a_step_is_committed_if_one_has_finished_it(a, progress, holders, furthe
 
 
 def test_members_keep_their_order_and_those_that_join_are_last():
-    reports = {B: Report(Progress(1)), C: Report(Progress(1))}
+    reports = {B: SuspensionReport(Progress(1)), C: SuspensionReport(Progress(1))}
     epoch = decide(reports, dead=[A], joiners=(E, D)).epoch
     assert epoch.number == 1
     assert epoch.members == (B, C, E, D)
@@ -92,29 +92,35 @@ def test_members_keep_their_order_and_those_that_join_are_last():
 
 def test_those_without_the_state_wait_for_one_that_has_it():
     joined = Epoch(4, (A, D, E), newcomers=(D, E), elders=frozenset([A]))
-    assert decide({D: Report(None), E: Report(None)}, epoch=joined) is None
+    assert (
+        decide({D: SuspensionReport(None), E: SuspensionReport(None)}, epoch=joined)
+        is None
+    )
 
 
 def test_those_left_out_are_absent_unless_they_are_dead():
     epoch = first_decision(ALL).epoch
     reports = {
-        A: Report(Progress(1)),
-        B: Report(Progress(1), leaving=True),
-        C: Report(Progress(1)),
+        A: SuspensionReport(Progress(1)),
+        B: SuspensionReport(Progress(1), leaving=True),
+        C: SuspensionReport(Progress(1)),
     }
     assert decide(reports, epoch=epoch, dead=[D]).epoch.absent == {B, E}
 
 
 def test_one_that_leaves_has_to_stay_while_the_others_need_it():
     joined = Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
-    reports = {A: Report(Progress(5), leaving=True), D: Report(None)}
+    reports = {
+        A: SuspensionReport(Progress(5), leaving=True),
+        D: SuspensionReport(None),
+    }
     assert decide(reports, epoch=joined).epoch.members == (A, D)
-    reports[D] = Report(Progress(5))
+    reports[D] = SuspensionReport(Progress(5))
     assert decide(reports, epoch=joined).epoch.members == (A, D)
-    reports[D] = Report(Progress(6), confirmed=True)
+    reports[D] = SuspensionReport(Progress(6), confirmed=True)
     assert decide(reports, epoch=joined).epoch.members == (D,)
     # One that wants to join gets the state first.
-    reports = {A: Report(Progress(5), leaving=True)}
+    reports = {A: SuspensionReport(Progress(5), leaving=True)}
     alone = first_decision((A,)).epoch
     assert decide(reports, epoch=alone, joiners=(D,)).epoch.members == (A, D)
     assert decide(reports, epoch=alone).verdict.stop is StopReason.LEFT
@@ -122,9 +128,9 @@ def test_one_that_leaves_has_to_stay_while_the_others_need_it():
 
 def test_of_two_without_contact_the_later_one_is_left_out():
     reports = {
-        A: Report(Progress(1)),
-        B: Report(Progress(1), silent=frozenset([C])),
-        C: Report(Progress(1)),
+        A: SuspensionReport(Progress(1)),
+        B: SuspensionReport(Progress(1), silent=frozenset([C])),
+        C: SuspensionReport(Progress(1)),
     }
     epoch = decide(reports).epoch
     assert epoch.members == (A, B)
@@ -133,14 +139,14 @@ def test_of_two_without_contact_the_later_one_is_left_out():
 
 def test_all_become_elders_when_none_can_be_in_an_earlier_epoch():
     joined = Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
-    reports = {D: Report(Progress(9), confirmed=True)}
+    reports = {D: SuspensionReport(Progress(9), confirmed=True)}
     assert decide(reports, epoch=joined, dead=[A]).epoch.elders == {D}
 
 
 @pytest.mark.parametrize("absent", [False, True])
 def test_there_is_no_next_epoch_without_an_elder(absent):
     joined = Epoch(*(4, (A, D), (D,), frozenset([A])), frozenset([B] if absent else ()))
-    reports = {D: Report(Progress(9), confirmed=absent)}
+    reports = {D: SuspensionReport(Progress(9), confirmed=absent)}
     assert decide(reports, epoch=joined, dead=[A]) is None
     # B may have continued between the deaths of A and of B.
     if absent:
@@ -152,7 +158,10 @@ def test_there_is_no_next_epoch_without_an_elder(absent):
 )
 def test_all_become_elders_when_the_absent_ones_die_before_the_last_elder(dead, elders):
     joined = Epoch(4, (A, D), (D,), frozenset([A]), frozenset([B]))
-    reports = {A: Report(Progress(9)), D: Report(Progress(9), confirmed=True)}
+    reports = {
+        A: SuspensionReport(Progress(9)),
+        D: SuspensionReport(Progress(9), confirmed=True),
+    }
     epoch = decide(reports, epoch=joined, dead=dead).epoch
     assert epoch.elders == elders
     assert epoch.absent == {B} - set(dead)
@@ -160,7 +169,7 @@ def test_all_become_elders_when_the_absent_ones_die_before_the_last_elder(dead, 
 
 @pytest.mark.parametrize("leaving", [False, True])
 def test_why_all_stop(leaving):
-    reports = {B: Report(Progress(3), leaving=leaving)}
+    reports = {B: SuspensionReport(Progress(3), leaving=leaving)}
     verdict = decide(reports, dead=[A, C], min_workers=2).verdict
     assert verdict.stop is (StopReason.LEFT if leaving else StopReason.TOO_FEW)
 
@@ -176,7 +185,7 @@ def attempt(*, dead=()):
 
 
 def promise(accepted=None):
-    return Promise(0, Ballot(3, A), Report(Progress(1)), accepted)
+    return Promise(0, Ballot(3, A), SuspensionReport(Progress(1)), accepted)
 
 
 def test_it_awaits_all_in_contact_and_a_quorum():

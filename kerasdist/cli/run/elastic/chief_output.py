@@ -7,7 +7,7 @@ its log, or shown with its tag.
 
 from __future__ import annotations
 
-from kerasdist.cli.run.job import JobSpec, Task
+from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.output import LineTagger, OutputPump, WholeLines
 
 _MOST_KEPT = 64 * 1024
@@ -101,7 +101,7 @@ class ChiefOutput:
         self._pump = pump
         self._lines: dict[int, RoleLines] = {}  # by rank
 
-    def lines_of(self, task: Task) -> RoleLines:
+    def lines_of(self, task: TaskProcess) -> RoleLines:
         """Return what cuts the output of a task that is being started."""
         tag = f"[{task.tag}] ".encode() if self._tagged else None
         if task.is_server:

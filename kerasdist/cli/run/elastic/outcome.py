@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.options import ElasticOptions
-from kerasdist.cli.run.job import JobSpec, Task
+from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.outcome import (
     JobOutcome,
     exit_code,
@@ -253,7 +253,7 @@ class ElasticOutcome(JobOutcome):
         """Return the ended tasks that are to be started again now."""
         return [] if self.over else self._restarts.take_due(time.monotonic())
 
-    def take_growth(self) -> Task | Started | None:
+    def take_growth(self) -> TaskProcess | Started | None:
         """Return a task that hasn't been started, or else one that was lost.
 
         Returns:
@@ -262,11 +262,11 @@ class ElasticOutcome(JobOutcome):
         started = {each.task.index: each for each in self.workers}
         losses = [each for each in self._losses if not each.task.is_server]
         lost = [each for each in losses if each is started[each.task.index]]
-        found: Task | Started | None = None
+        found: TaskProcess | Started | None = None
         if self.over or self._finished or self.failed_at is not None:
             print_line_soon("no worker is added: the job is ending")
         elif len(started) < self._most:
-            found = Task(kind="worker", index=len(started))
+            found = TaskProcess(kind="worker", index=len(started))
             line = f"{found} ({self._ports.address(found)}) is added"
             print_line_soon(f"{line}: {len(started) + 1} of {self._most} workers")
         elif lost:
@@ -322,7 +322,7 @@ class ElasticOutcome(JobOutcome):
     def _print_summary(self) -> None:
         # Also a worker that the launcher had to end, for instance a frozen one.
         not_finished = [each for each in self.workers if each.code != 0]
-        ends: dict[Task, list[str]] = {}
+        ends: dict[TaskProcess, list[str]] = {}
         left = []
         for each in dict.fromkeys([*self._losses, *not_finished]):
             if _has_left(each):

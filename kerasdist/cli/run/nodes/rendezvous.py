@@ -172,7 +172,7 @@ def _collect(
     options: NodeOptions, mine: dict[str, Any], secret: bytes
 ) -> dict[str, Any]:
     """Wait for the others at the rendezvous, and send them the list."""
-    waiting = _Waiting(options)
+    waiting = _LauncherWait(options)
     named: dict[int, tuple[Connection, dict[str, Any]]] = {}
     unnamed: list[tuple[Connection, dict[str, Any]]] = []
     refused: list[str] = []
@@ -312,7 +312,7 @@ def _reply(connection: Connection, value: dict[str, Any]) -> None:
 
 def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str, Any]:
     """Connect to the rendezvous, and wait for the list."""
-    waiting = _Waiting(options)
+    waiting = _LauncherWait(options)
     hello = {
         "session": _SESSION,
         "purpose": _PURPOSE,
@@ -350,7 +350,7 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
             time.sleep(_AGAIN_SECONDS)
 
 
-def _await_list(connection: Connection, waiting: _Waiting) -> dict[str, Any]:
+def _await_list(connection: Connection, waiting: _LauncherWait) -> dict[str, Any]:
     try:
         _, value = connection.read_json(Deadline(waiting.for_list()))
     except TimeoutError as error:
@@ -360,7 +360,7 @@ def _await_list(connection: Connection, waiting: _Waiting) -> dict[str, Any]:
     return value
 
 
-class _Waiting:
+class _LauncherWait:
     """The time that a launcher waits."""
 
     def __init__(self, options: NodeOptions) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kerasdist.collectives.elastic.membership.lines import Contact, Lines
+from kerasdist.collectives.elastic.membership.lines import Contact, PeerMessenger
 from kerasdist.collectives.elastic.membership.startup import Startup, survey
 from kerasdist.transport.membership.events import (
     Apply,
@@ -71,7 +71,7 @@ class Looks:
 
     def __init__(
         self,
-        lines: Lines,
+        lines: PeerMessenger,
         lock: threading.RLock,
         found: _Found,
     ) -> None:
@@ -183,7 +183,7 @@ class Agreement:
         self,
         me: Member,
         decision: Decision | None,
-        lines: Lines,
+        lines: PeerMessenger,
         min_workers: int,
         patience: float,
         silence: float,

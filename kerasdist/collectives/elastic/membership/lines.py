@@ -70,7 +70,7 @@ class Answer:
         facts: The facts that a process gets which joins.
         process: The process's own name.
         replaces: Whether it knows another process as the member that has asked.
-        seconds: How long it waits for the start, see `Lines.patience`.
+        seconds: How long it waits for the start, see `PeerMessenger.patience`.
     """
 
     member: Member
@@ -86,7 +86,7 @@ class Answer:
         return bool(self.members) or self.replaces
 
 
-class Lines:
+class PeerMessenger:
     """The lines of one member to and from all others.
 
     Args:

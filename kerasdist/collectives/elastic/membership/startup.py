@@ -30,7 +30,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kerasdist import errors
-from kerasdist.collectives.elastic.membership.lines import Answer, Contact, Left, Lines
+from kerasdist.collectives.elastic.membership.lines import (
+    Answer,
+    Contact,
+    Left,
+    PeerMessenger,
+)
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.membership.events import Member, StopReason
@@ -77,7 +82,7 @@ class Survey:
 
 
 def survey(
-    lines: Lines, *, members: bool = False, deadline: Deadline | None = None
+    lines: PeerMessenger, *, members: bool = False, deadline: Deadline | None = None
 ) -> Survey:
     """Ask the other tasks, a few at a time, until some answer.
 
@@ -103,7 +108,10 @@ def survey(
 
 
 def _ask(
-    lines: Lines, numbers: Sequence[int], members: bool, deadline: Deadline | None
+    lines: PeerMessenger,
+    numbers: Sequence[int],
+    members: bool,
+    deadline: Deadline | None,
 ) -> Survey:
     """Ask some tasks once."""
     found = Survey()
@@ -157,7 +165,7 @@ class Startup:
         self,
         me: Member,
         members: tuple[Member, ...],
-        lines: Lines,
+        lines: PeerMessenger,
         timeouts: Timeouts,
         ended: Callable[[], frozenset[int]],
     ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives.elastic.groups import introduce
-from kerasdist.collectives.elastic.membership.lines import Contact, Lines
+from kerasdist.collectives.elastic.membership.lines import Contact, PeerMessenger
 from kerasdist.transport.membership.events import Gone, Loss, Member
 from kerasdist.transport.rendezvous.listener import Listener
 from waiting import wait_until
@@ -40,8 +40,8 @@ def test_a_newcomer_knows_that_another_process_has_an_absent_ones_address() -> N
     absent, newcomer, secret = Member(2), Member(1, 7), b"s" * 16
     with contextlib.ExitStack() as undo:
 
-        def lines(member: Member, listener: Listener) -> Lines:
-            made = Lines(member, addresses, secret, listener, "job")
+        def lines(member: Member, listener: Listener) -> PeerMessenger:
+            made = PeerMessenger(member, addresses, secret, listener, "job")
             undo.callback(made.close)
             return made
 
@@ -82,7 +82,7 @@ def test_a_process_that_ends_is_dead_and_not_out_of_contact() -> None:
     with contextlib.ExitStack() as undo:
         listener = Listener.acquire(addresses[0], secret, 5.0)
         undo.callback(listener.release)
-        lines = Lines(Member(0), addresses, secret, listener, "job")
+        lines = PeerMessenger(Member(0), addresses, secret, listener, "job")
         undo.callback(lines.close)
         thread = threading.Thread(target=end)
         thread.start()
@@ -101,10 +101,10 @@ def test_messages_about_ranks_that_there_are_not_are_ignored_in_words(
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with contextlib.ExitStack() as undo:
 
-        def lines(rank: int, known: dict[int, str]) -> Lines:
+        def lines(rank: int, known: dict[int, str]) -> PeerMessenger:
             listener = Listener.acquire(addresses[rank], secret, 5.0)
             undo.callback(listener.release)
-            made = Lines(Member(rank), known, secret, listener, "job")
+            made = PeerMessenger(Member(rank), known, secret, listener, "job")
             undo.callback(made.close)
             return made
 
