@@ -23,7 +23,7 @@ import time
 
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Connection, Peer
-from kerasdist.transport.liveness.failure_detector import SessionSupervisor
+from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.heartbeat import ControlConnection
 from kerasdist.transport.wire.framing import HEADER_BYTES, Call, FrameType
 from kerasdist.transport.wire.handshake import TAG_BYTES, FrameAuthenticator
@@ -64,7 +64,7 @@ def chief(ranks: int, job: str) -> None:
             controls[rank] = connection(sock, rank, chief=True)
     peers = [Peer(rank, f"127.0.0.1:{rank}") for rank in range(ranks)]
     failures = []
-    supervisor = SessionSupervisor(0, peers, controls, TIMEOUTS, failures.append)
+    supervisor = FailureDetector(0, peers, controls, TIMEOUTS, failures.append)
     while not failures:
         supervisor.call = Call(place(job, 0, ranks), "barrier")
         # A script's thread sets `call`, here as seldom as the figures need it.

@@ -36,7 +36,7 @@ from kerasdist.transport.membership.events import (
     Send,
     first_decision,
 )
-from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.machine import PaxosParticipant
 
 _MOST_SECONDS = 1.0
 
@@ -56,7 +56,7 @@ class Job:
     def __init__(self, size: int) -> None:
         members = tuple(map(Member, range(size)))
         first = first_decision(members)
-        self.machines = {member: Machine(member, first) for member in members}
+        self.machines = {member: PaxosParticipant(member, first) for member in members}
         self.costs = {member: Cost() for member in members}
         self.installed: set[Member] = set()
         self._queue: collections.deque[tuple[Member, Member, bytes]]
@@ -107,7 +107,7 @@ class Job:
     def join(self, new: Member) -> None:
         """One joins, and the others train."""
         others = tuple(self.machines)
-        self.machines[new], self.costs[new] = Machine(new), Cost()
+        self.machines[new], self.costs[new] = PaxosParticipant(new), Cost()
         self.handle(new, Apply(others))
         self.deliver()
         for step in (1, 2):

@@ -69,8 +69,8 @@ class StepContext(threading.local):
         writing: Whether the chief writes a file here, and has announced that.
         following: Whether a checkpoint that the chief has written is recorded here.
         after_batch: Whether callbacks are called at the end of a batch of `fit`.
-        succession: The `files.succession.Succession` of a `fit` in which the chief may
-            be lost; else None.
+        succession: The `files.succession.ChiefFailover` of a `fit` in which the
+            chief may be lost; else None.
         replace_callbacks: Called by an outermost `fit` with its trainer and the
             callbacks that it was given; returns those that it has. None: as given.
     """

@@ -162,7 +162,7 @@ class DataHooks(Protocol):
     def gather_outputs(self, output: Any) -> Any: ...
 
 
-class DynamicDataHooks(Protocol):
+class AsyncDataHooks(Protocol):
     """Batches for the first worker that is free; see `AsyncExtended`."""
 
     def distribute_arrays(self, data: Any) -> Any: ...
@@ -172,7 +172,7 @@ class DynamicDataHooks(Protocol):
     def end_batches(self) -> None: ...
 
 
-class DynamicWeightHooks(Protocol):
+class AsyncWeightHooks(Protocol):
     """The weights at the servers; see `strategies.asynchronous.tables`."""
 
     def begin_fit(
@@ -187,15 +187,15 @@ class DynamicWeightHooks(Protocol):
     def progress(self) -> tuple[int, int] | None: ...
 
 
-class DynamicHooks(Protocol):
+class AsyncHooks(Protocol):
     """The epochs of asynchronous workers; see `AsyncExtended`."""
 
     steps_of_all: int
 
     @property
-    def data(self) -> DynamicDataHooks: ...
+    def data(self) -> AsyncDataHooks: ...
     @property
-    def weights(self) -> DynamicWeightHooks: ...
+    def weights(self) -> AsyncWeightHooks: ...
     @property
     def joining(self) -> bool: ...
     @property
@@ -323,7 +323,7 @@ class KerasHooks:
     state: StateHooks
     gradients: GradientHooks
     data: DataHooks
-    dynamic: DynamicHooks | None = None
+    dynamic: AsyncHooks | None = None
     elastic: ElasticHooks | None = None
     checkpoint: Any = None
 
@@ -345,7 +345,7 @@ def stage_clock_of(strategy: Any) -> Any | None:
     return facets_of(strategy).stage_clock
 
 
-def dynamic_hooks(strategy: Any) -> DynamicHooks | None:
+def dynamic_hooks(strategy: Any) -> AsyncHooks | None:
     """Return the hooks of a strategy with dynamic batches; None for any other."""
     hooks = hooks_of(strategy)
     return None if hooks is None else hooks.dynamic

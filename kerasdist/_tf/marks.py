@@ -20,7 +20,7 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Facets:
+class StrategyExtensions:
     """The parts of one strategy.
 
     Attributes:
@@ -49,16 +49,18 @@ class Facets:
     rematerialize: bool = False
 
 
-_NONE = Facets()
+_NONE = StrategyExtensions()
 
 
-def facets_of(strategy: Any) -> Facets:
+def facets_of(strategy: Any) -> StrategyExtensions:
     """Return a strategy's parts; none of a strategy that isn't ours, or of None."""
-    found: Facets = getattr(getattr(strategy, "extended", None), "kerasdist", _NONE)
+    found: StrategyExtensions = getattr(
+        getattr(strategy, "extended", None), "kerasdist", _NONE
+    )
     return found
 
 
-def current_facets() -> Facets:
+def current_facets() -> StrategyExtensions:
     """Return the parts of the strategy in scope."""
     return facets_of(tf.distribute.get_strategy())
 

@@ -20,9 +20,9 @@ def aggregate(
     """Replace `apply_aggregation_replica_context`.
 
     For a variable of `ONLY_FIRST_REPLICA` TensorFlow merges the replicas to take the
-    first one's value, which it can't do inside `tf.cond`. While `Facets.in_lockstep`
-    holds, all replicas have the same value by construction, and each
-    writes its own copy.
+    first one's value, which it can't do inside `tf.cond`. While
+    `StrategyExtensions.in_lockstep` holds, all replicas have the same value by
+    construction, and each writes its own copy.
     """
     first = tf.VariableAggregation.ONLY_FIRST_REPLICA
     if aggregation == first and current_facets().in_lockstep():

@@ -36,7 +36,7 @@ from kerasdist.collectives.row_exchange import (
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
-from kerasdist.transport.tracing import Recorder, Several, now
+from kerasdist.transport.tracing import FanOutRecorder, Recorder, now
 from kerasdist.transport.wire.framing import Call
 
 # The signature of an all-reduce, the same on all ranks: its dtypes and shapes.
@@ -356,7 +356,7 @@ class CheckedCommunicator(Communicator):
     def _update_recorder(self) -> None:
         several = self._recorders
         if len(several) > 1:
-            self._record(Several(several))
+            self._record(FanOutRecorder(several))
         else:
             self._record(several[0] if several else None)
 

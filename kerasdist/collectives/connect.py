@@ -21,7 +21,7 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.liveness.failure_detector import SessionSupervisor
+from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.rendezvous.open_servers import require_word
@@ -55,7 +55,7 @@ class Job:
         replicas: Sequence[int],
         timeouts: Timeouts,
         session: Session | None = None,
-        supervisor: SessionSupervisor | None = None,
+        supervisor: FailureDetector | None = None,
     ) -> None:
         self.cluster = cluster
         self.communicator = communicator
@@ -101,7 +101,7 @@ class Job:
         return None if self._supervisor is None else self._supervisor.announcements
 
     def await_end(self, rank: int | None = None) -> errors.CollectiveError | None:
-        """See `SessionSupervisor.await_end`; a worker alone doesn't wait."""
+        """See `FailureDetector.await_end`; a worker alone doesn't wait."""
         return None if self._supervisor is None else self._supervisor.await_end(rank)
 
     def abandon(self, error: errors.CollectiveError | None = None) -> None:
@@ -211,7 +211,7 @@ def connect(
         name=name,
         stop=stop,
     )
-    supervisor: SessionSupervisor | None = None
+    supervisor: FailureDetector | None = None
     parts: list[CheckedCommunicator] = []
     made: list[Job] = []
 
@@ -226,7 +226,7 @@ def connect(
 
     try:
         chosen = _choose(transport, session)
-        supervisor = SessionSupervisor(
+        supervisor = FailureDetector(
             session.rank,
             session.peers,
             session.controls,
@@ -288,23 +288,21 @@ def _choose(transport: str, session: Session) -> str:
     return transport
 
 
-def _shared(session: Session, supervisor: SessionSupervisor) -> CheckedCommunicator:
+def _shared(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
     ranks = list(range(session.size))
     return SharedMemoryCommunicator(
         mesh(session, ranks), supervisor, session.timeouts.collective
     )
 
 
-def _ring(session: Session, supervisor: SessionSupervisor) -> CheckedCommunicator:
+def _ring(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
     ranks = list(range(session.size))
     return RingCommunicator(
         _circle(session, ranks), supervisor, session.timeouts.collective
     )
 
 
-def _hierarchical(
-    session: Session, supervisor: SessionSupervisor
-) -> CheckedCommunicator:
+def _hierarchical(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
     timeout = session.timeouts.collective
     hosts = [
         [m.rank for m in session.members if m.host == session.members[leader].host]

@@ -47,7 +47,7 @@ class Recorder(Protocol):
         """
 
 
-class Several:
+class FanOutRecorder:
     """Several recorders as one."""
 
     def __init__(self, recorders: Iterable[Recorder]) -> None:
@@ -61,7 +61,7 @@ class Several:
             recorder.add(name, begin, end, size, what)
 
 
-class Laps:
+class SpanTimer:
     """Spans that follow each other: each begins where the last one ended."""
 
     __slots__ = ("_begin", "_recorder")

@@ -13,7 +13,7 @@ import pytest
 from groups import CONNECTED, KINDS, Group, outcomes
 from kerasdist import errors
 from kerasdist.collectives.backends.ring import RingCommunicator
-from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
 from kerasdist.transport.memory import Faults, memory_group
 from pace import bound
 from waiting import wait_until
@@ -283,7 +283,7 @@ def test_an_overflow_is_no_error_even_where_numpy_is_told_to_raise():
 def test_a_transport_that_breaks_at_any_place_ends_all_ranks(rank, exchange):
     faults = Faults()
     faults.fail_at(rank=rank, exchange=exchange)
-    supervisor = Unsupervised()
+    supervisor = NullFailureDetector()
     group = [
         RingCommunicator(transport, supervisor, 5.0)
         for transport in memory_group(4, faults)

@@ -26,7 +26,7 @@ from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicato
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Connection, Peer
-from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
 from kerasdist.transport.log import background_log
 from kerasdist.transport.memory import SEGMENT_NAME, Faults, memory_group
 from kerasdist.transport.rendezvous.session import Session
@@ -295,7 +295,7 @@ class Group(Ranks):
         self.communicators: list[Communicator] = []
         self._servers: Any = None
         timeouts = Timeouts(startup=20, collective=timeout, heartbeat=heartbeat)
-        alone = Unsupervised()
+        alone = NullFailureDetector()
         if kind.startswith("server"):
             from servers import Servers  # it's made of the functions here
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.machine import PaxosParticipant
 from membership_world import Operation, Violation, World, clone
 
 # How many workers a schedule starts with, and how many operations it has.
@@ -128,7 +128,7 @@ def run(
     *,
     sizes: tuple[int, ...] = SIZES,
     lengths: tuple[int, ...] = LENGTHS,
-    machine: type[Machine] = Machine,
+    machine: type[PaxosParticipant] = PaxosParticipant,
     before: Sequence[Operation] = (),
 ) -> tuple[World, str]:
     """Run the schedule of a seed, then `settle`.
@@ -164,7 +164,7 @@ def run(
 
 
 def _start(
-    seed: int | str, sizes: tuple[int, ...], machine: type[Machine]
+    seed: int | str, sizes: tuple[int, ...], machine: type[PaxosParticipant]
 ) -> tuple[World, set[int], list[Operation]]:
     chance = random.Random(f"{seed} start")
     size = chance.choice(sizes)
@@ -179,7 +179,7 @@ def replay(
     seed: int | str,
     operations: list[Operation],
     sizes: tuple[int, ...] = SIZES,
-    machine: type[Machine] = Machine,
+    machine: type[PaxosParticipant] = PaxosParticipant,
 ) -> bool:
     """Return whether the operations, instead of the seed's own, violate something."""
     world, apart, _ = _start(seed, sizes, machine)

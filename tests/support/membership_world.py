@@ -53,7 +53,7 @@ from kerasdist.transport.membership.events import (
     first_decision,
     is_quorum,
 )
-from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.machine import PaxosParticipant
 
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 
@@ -70,7 +70,7 @@ class Violation(AssertionError):
 class Process:
     """A process, its machine, and the results of its steps."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: PaxosParticipant) -> None:
         self.machine = machine
         self.me = machine.me
         self.alive = True
@@ -96,7 +96,11 @@ class World:
     """Processes 0 to `size` - 1 in their first epoch, and those that join."""
 
     def __init__(
-        self, size: int, *, min_workers: int = 1, machine: type[Machine] = Machine
+        self,
+        size: int,
+        *,
+        min_workers: int = 1,
+        machine: type[PaxosParticipant] = PaxosParticipant,
     ) -> None:
         self.new = machine
         self.min_workers = min_workers

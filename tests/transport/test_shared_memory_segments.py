@@ -13,7 +13,7 @@ import pytest
 from groups import in_threads, open_sockets, socket_mesh
 from kerasdist import errors
 from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
-from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
 from kerasdist.transport.memory import (
     SEGMENT_NAME,
     create_memory,
@@ -52,7 +52,7 @@ def test_no_memory_is_an_error_with_numbers_and_remedy(little_memory):
         create_segment(2 << 20)
     os.close(create_segment(1 << 20))
     group = [
-        SharedMemoryCommunicator(transport, Unsupervised(), 60.0)
+        SharedMemoryCommunicator(transport, NullFailureDetector(), 60.0)
         for transport in socket_mesh(3)
     ]
 
@@ -107,7 +107,7 @@ def test_memory_that_could_end_its_reader_is_refused(what, tmp_path):
 def test_growing_buffers_use_the_room_of_the_old_ones(monkeypatch):
     """Old and new segments together might not fit."""
     group = [
-        SharedMemoryCommunicator(transport, Unsupervised(), 20.0)
+        SharedMemoryCommunicator(transport, NullFailureDetector(), 20.0)
         for transport in socket_mesh(2)
     ]
     sizes = []
@@ -136,7 +136,7 @@ def test_growing_buffers_use_the_room_of_the_old_ones(monkeypatch):
 def test_segments_and_descriptors_are_given_back_at_close():
     before = open_sockets()
     group = [
-        SharedMemoryCommunicator(transport, Unsupervised(), 60.0)
+        SharedMemoryCommunicator(transport, NullFailureDetector(), 60.0)
         for transport in socket_mesh(4)
     ]
     for elements in (10, 100_000, 300_000):

@@ -29,7 +29,7 @@ from kerasdist._keras.data.pydataset import (
     agree_on_order,
 )
 from kerasdist._keras.data.uses import uses_of
-from kerasdist._keras.protocols import DynamicDataHooks, KerasHooks, hooks_of
+from kerasdist._keras.protocols import AsyncDataHooks, KerasHooks, hooks_of
 from kerasdist.transport.liveness.failure_protocol import final_exception
 
 # The end of the threads that read data, before the interpreter's own end.
@@ -228,7 +228,7 @@ def fits_arrays() -> bool:
     return iterator is not None and draws_order(iterator)
 
 
-def claim_batches(iterator: Any, hooks: KerasHooks, data: DynamicDataHooks) -> None:
+def claim_batches(iterator: Any, hooks: KerasHooks, data: AsyncDataHooks) -> None:
     """Let an epoch iterator yield the batches that this worker claims.
 
     Its step numbers are those of the batches in the whole epoch.

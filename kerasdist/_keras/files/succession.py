@@ -46,7 +46,7 @@ class _ChiefsCall:
     call: Callable[[], Any]
 
 
-class Succession:
+class ChiefFailover:
     """The calls of callbacks that the chief runs, in one `fit`, on any worker.
 
     Args:

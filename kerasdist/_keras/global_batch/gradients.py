@@ -31,7 +31,7 @@ from kerasdist._keras.global_batch.losses import part_of, terms_of
 from kerasdist._keras.unscoped_models import copies_of, has_own_step
 from kerasdist._tf.gradient_placement import move_beside
 from kerasdist._tf.graph.tensor_origins import captured
-from kerasdist._tf.marks import Facets, current_facets
+from kerasdist._tf.marks import StrategyExtensions, current_facets
 from kerasdist._tf.variables import is_distributed
 
 RAW, PART, WHOLE = "raw", "part", "whole"
@@ -244,7 +244,7 @@ def are_unseen(trainer: Any) -> bool:
 
 
 def exchange(
-    facets: Facets,
+    facets: StrategyExtensions,
     reduce: Callable[..., list[Any]],
     gradients: list[Any],
     *args: Any,

@@ -32,7 +32,7 @@ from kerasdist._keras.optimizer.learning_rate import (
     schedule_of,
     set_base_rate,
 )
-from kerasdist._keras.protocols import DynamicHooks, dynamic_hooks, hooks_of
+from kerasdist._keras.protocols import AsyncHooks, dynamic_hooks, hooks_of
 from kerasdist._keras.training import fit_loop
 from kerasdist._keras.training.state import JobCallback, statistics_of
 
@@ -213,7 +213,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
         )
 
 
-def _dynamic_hooks(model: Any) -> DynamicHooks | None:
+def _dynamic_hooks(model: Any) -> AsyncHooks | None:
     return None if model is None else dynamic_hooks(model.distribute_strategy)
 
 

@@ -35,7 +35,7 @@ from kerasdist._keras.elastic.state.finished_calls import (
 from kerasdist._keras.elastic.state.training_state import begin as begin_fit
 from kerasdist._keras.elastic.state.training_state import leave_out_epochs
 from kerasdist._keras.elastic.step import ContinuableStep
-from kerasdist._keras.files.succession import Succession, take_over
+from kerasdist._keras.files.succession import ChiefFailover, take_over
 from kerasdist._keras.files.writers import note_own_files
 from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.placement.trainer import failure_behind
@@ -394,7 +394,7 @@ def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -
         if is_outermost:
             calls_of(hooks, hooks.elastic).fits += 1
         _note_data(hooks, bound.arguments)
-        facts["succession"] = Succession(hooks, hooks.elastic)
+        facts["succession"] = ChiefFailover(hooks, hooks.elastic)
         facts["resumption"] = None
         if is_outermost and hooks.checkpoint is not None:
             facts["resumption"] = Resumption(hooks, hooks.elastic)

@@ -26,8 +26,11 @@ from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.liveness.failure_protocol import Unsupervised, final_exception
-from kerasdist.transport.tracing import Laps
+from kerasdist.transport.liveness.failure_protocol import (
+    NullFailureDetector,
+    final_exception,
+)
+from kerasdist.transport.tracing import SpanTimer
 from kerasdist.transport.wire.framing import (
     HEADER_BYTES,
     Call,
@@ -228,7 +231,7 @@ class MpiCommunicator(CheckedCommunicator):
     """
 
     def __init__(self, mpi: Any, comm: Any, peers: list[Peer], timeout: float) -> None:
-        super().__init__(int(comm.Get_rank()), peers, Unsupervised(), timeout)
+        super().__init__(int(comm.Get_rank()), peers, NullFailureDetector(), timeout)
         self._mpi = mpi
         self._comm = comm
         self._stopped = False
@@ -239,14 +242,14 @@ class MpiCommunicator(CheckedCommunicator):
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
-        laps = None if self._recorder is None else Laps(self._recorder)
+        timer = None if self._recorder is None else SpanTimer(self._recorder)
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
-        if laps is not None:
-            laps.end("pack", flat.nbytes)
+        if timer is not None:
+            timer.end("pack", flat.nbytes)
         self._barrier(call, deadline)
-        if laps is not None:
-            laps.end("wait")
+        if timer is not None:
+            timer.end("wait")
         if dtype.name in ("float16", "bfloat16"):
             return self._floats(flat.astype(np.float32), op, deadline).astype(dtype)
         if dtype.kind == "f":

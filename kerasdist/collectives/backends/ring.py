@@ -19,7 +19,7 @@ from kerasdist.collectives.row_exchange import Array, equal_part, octets, reduce
 from kerasdist.transport.base import Peer, Transport
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
-from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.tracing import Recorder, SpanTimer
 from kerasdist.transport.wire.framing import Call
 
 # Collectives over several hosts: memory inside a host, a ring between hosts.
@@ -207,11 +207,11 @@ class RingCommunicator(CheckedCommunicator):
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
         size = elements * dtype.itemsize
-        laps = None if self._recorder is None else Laps(self._recorder)
+        timer = None if self._recorder is None else SpanTimer(self._recorder)
         flat = self._results.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
-        if laps is not None:
-            laps.end("pack", size)
+        if timer is not None:
+            timer.end("pack", size)
         combine = reducer(op)
         if (
             self.size > 1
@@ -221,13 +221,13 @@ class RingCommunicator(CheckedCommunicator):
             inputs = np.empty((self.size, elements), dtype)
             inputs[self.rank] = flat
             self._gather([octets(row) for row in inputs], call, deadline)
-            if laps is not None:
-                laps.skip()
+            if timer is not None:
+                timer.skip()
             combine(inputs[0], inputs[1], out=flat)
             for row in inputs[2:]:
                 combine(flat, row, out=flat)
-            if laps is not None:
-                laps.end("reduce", size * (self.size - 1))
+            if timer is not None:
+                timer.end("reduce", size * (self.size - 1))
             return flat
         view = octets(flat)
         width = dtype.itemsize
@@ -237,13 +237,13 @@ class RingCommunicator(CheckedCommunicator):
                 mine = flat[into]
                 arrived = room[: mine.size]
                 self._pass_on(_part(view, out, width), octets(arrived), call, deadline)
-                if laps is not None:
-                    laps.skip()
+                if timer is not None:
+                    timer.skip()
                 # The received piece is a sum over the ranks to the left: it is the
                 # first operand, so that each chunk has one order of summation.
                 combine(arrived, mine, out=mine)
-                if laps is not None:
-                    laps.end("reduce", mine.nbytes)
+                if timer is not None:
+                    timer.end("reduce", mine.nbytes)
         for send, receive in all_gather_steps(self.rank, self.size, 1):
             for out, into in self._pieces(elements, width, send, receive):
                 self._pass_on(

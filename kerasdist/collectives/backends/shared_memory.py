@@ -62,7 +62,7 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.memory import create_memory, create_segment, map_segment
 from kerasdist.transport.sockets import SocketTransport
-from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.tracing import Recorder, SpanTimer
 from kerasdist.transport.wire.framing import Call
 
 # Results in memory that all workers of a host read.
@@ -232,18 +232,18 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         self._make_room(size, call, deadline)
         if size > self._small:
             return self._reduce_blocks(source, lend, call, deadline)
-        laps = None if self._recorder is None else Laps(self._recorder)
+        timer = None if self._recorder is None else SpanTimer(self._recorder)
         flat = self._results.empty(elements, dtype)
         inputs = [place.view(dtype) for place in self._places(size)]
         source.copy_to(inputs[self.rank], 0, elements)
-        if laps is not None:
-            laps.end("pack", size)
+        if timer is not None:
+            timer.end("pack", size)
         self._synchronize(call, deadline)
-        if laps is not None:
-            laps.skip()
+        if timer is not None:
+            timer.skip()
         _combine(inputs, flat, call.op)
-        if laps is not None:
-            laps.end("reduce", size * (self.size - 1))
+        if timer is not None:
+            timer.end("reduce", size * (self.size - 1))
         return flat
 
     def _reduce_blocks(
@@ -260,7 +260,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         lent = None
         if lend:
             self._notes[self.rank][0] = self.lent.note()
-        laps = None if self._recorder is None else Laps(self._recorder)
+        timer = None if self._recorder is None else SpanTimer(self._recorder)
         # Of each block the packed inputs, by rank.
         blocks: list[tuple[slice, list[Array]]] = []
         for stage in range(count + 2):
@@ -272,15 +272,15 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                     flat = self._results.empty(elements, dtype)
                 else:
                     flat = lent.view(dtype)
-                if laps is not None:
-                    laps.skip()
+                if timer is not None:
+                    timer.skip()
             if stage > 1 and lent is None:
                 block, places = blocks[stage - 2]
                 for rank in others:
                     part = _chunk(block, self.size, rank)
                     flat[part] = places[rank][_within(part, block)]
-                if laps is not None:
-                    laps.end("receive", (block.stop - block.start) * dtype.itemsize)
+                if timer is not None:
+                    timer.end("receive", (block.stop - block.start) * dtype.itemsize)
             if 0 < stage <= count:
                 block, places = blocks[stage - 1]
                 part = _chunk(block, self.size, self.rank)
@@ -296,8 +296,8 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                         combine(reduced, places[rank][within], out=reduced)
                     if lent is None:
                         places[self.rank][within] = reduced
-                if laps is not None:
-                    laps.end("reduce", (part.stop - part.start) * dtype.itemsize)
+                if timer is not None:
+                    timer.end("reduce", (part.stop - part.start) * dtype.itemsize)
             if stage < count:
                 block = equal_part(elements, count, stage)
                 length = block.stop - block.start
@@ -307,12 +307,12 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                 own = _within(part, block)
                 source.copy_to(mine[: own.start], block.start, part.start)
                 source.copy_to(mine[own.stop :], part.stop, block.stop)
-                if laps is not None:
-                    laps.end("pack", length * dtype.itemsize)
+                if timer is not None:
+                    timer.end("pack", length * dtype.itemsize)
             if stage <= count:
                 self._synchronize(call, deadline)
-                if laps is not None:
-                    laps.skip()
+                if timer is not None:
+                    timer.skip()
         return flat
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:

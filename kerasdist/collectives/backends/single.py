@@ -9,7 +9,7 @@ from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.failure_protocol import Unsupervised
+from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
 from kerasdist.transport.wire.framing import Call
 
 
@@ -17,7 +17,7 @@ class SingleCommunicator(CheckedCommunicator):
     """Collectives of one rank: every result is a copy of the argument."""
 
     def __init__(self, address: str = "this worker") -> None:
-        super().__init__(0, [Peer(0, address)], Unsupervised(), 1.0)
+        super().__init__(0, [Peer(0, address)], NullFailureDetector(), 1.0)
 
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline

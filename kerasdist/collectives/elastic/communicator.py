@@ -25,9 +25,9 @@ import numpy.typing as npt
 from kerasdist import errors
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.groups import BROKEN, Group, Result
-from kerasdist.collectives.elastic.membership.agreement import Agreement
+from kerasdist.collectives.elastic.membership.agreement import MembershipService
 from kerasdist.collectives.elastic.membership.lines import PeerMessenger
-from kerasdist.collectives.elastic.membership.startup import survey
+from kerasdist.collectives.elastic.membership.startup import discover_members
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.row_exchange import Array, Slices
 from kerasdist.transport.base import Peer
@@ -241,7 +241,7 @@ class ElasticCommunicator(Communicator):
     """
 
     is_fixed = False
-    membership: Agreement
+    membership: MembershipService
     lines: PeerMessenger
 
     def __init__(
@@ -350,7 +350,7 @@ class ElasticCommunicator(Communicator):
 
     def facts_of_members(self) -> dict[str, Any] | None:
         """See `ElasticHooks.facts_of_members`."""
-        answers = survey(self.lines, members=True).answers
+        answers = discover_members(self.lines, members=True).answers
         return dict(answers[0].facts) if answers else None
 
     @contextlib.contextmanager

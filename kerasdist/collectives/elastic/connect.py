@@ -28,7 +28,7 @@ from kerasdist.collectives.elastic.groups import (
 )
 from kerasdist.collectives.elastic.job import ElasticJob
 from kerasdist.collectives.elastic.membership.lines import PeerMessenger
-from kerasdist.collectives.elastic.membership.startup import Startup, survey
+from kerasdist.collectives.elastic.membership.startup import Startup, discover_members
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.failure_protocol import EndedTasks
 from kerasdist.transport.membership.events import Member
@@ -187,7 +187,7 @@ def _enter(
         while True:
             share = 1.0 if joins else _SURVEY_SHARE
             limit = Deadline(share * deadline.remaining())
-            found = survey(lines, members=joins, deadline=limit)
+            found = discover_members(lines, members=joins, deadline=limit)
             if not joins and found.shows_a_job:
                 break
             if found.left and not found.answers and not found.unclear:

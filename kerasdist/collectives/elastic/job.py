@@ -24,7 +24,7 @@ from kerasdist.collectives.elastic.groups import (
     introduce,
 )
 from kerasdist.collectives.elastic.leaving import Leaving
-from kerasdist.collectives.elastic.membership.agreement import Agreement
+from kerasdist.collectives.elastic.membership.agreement import MembershipService
 from kerasdist.collectives.elastic.membership.lines import PeerMessenger
 from kerasdist.collectives.elastic.membership.startup import Startup
 from kerasdist.collectives.elastic.termination import Termination
@@ -260,7 +260,7 @@ class ElasticJob:
         self.announcements = ElasticChiefActions(
             self.communicator.await_group, self.timeouts.collective
         )
-        self._agreement = Agreement(
+        self._agreement = MembershipService(
             connector.me,
             first,
             lines,
@@ -340,7 +340,7 @@ class ElasticJob:
     def _end_connecting(self) -> None:
         self._connecting.ended = True
         self._connecting.stop.set()
-        self._listener.mailboxes.interrupt()
+        self._listener.pending.interrupt()
 
     def install(self, decision: Decision) -> None:
         """See `agreement.Follower.install`: connects in a thread of its own.

@@ -31,7 +31,7 @@ from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import WorkerProgress
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.tracing import Laps, Recorder
+from kerasdist.transport.tracing import Recorder, SpanTimer
 from kerasdist.transport.wire.framing import Call, FrameType
 
 # A worker's part in a job, as its connections, tables and communicator see it.
@@ -235,14 +235,14 @@ class ServerCommunicator(CheckedCommunicator):
                 ]
                 builds: list[Any] = [build(piece) for piece in pieces]
                 answers = client.request_all([*builds, *self._rest(len(builds), call)])
-                laps = None if self._recorder is None else Laps(self._recorder)
+                timer = None if self._recorder is None else SpanTimer(self._recorder)
                 self._note(call, answers)
                 for piece, answer in zip(pieces, answers, strict=False):
                     if piece.stop > piece.start:
                         flat[piece] = answer.arrays[0]
-                if laps is not None:
+                if timer is not None:
                     size = sum(p.stop - p.start for p in pieces) * dtype.itemsize
-                    laps.end("receive", size)
+                    timer.end("receive", size)
         return flat
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:

@@ -21,7 +21,7 @@ from kerasdist.ps.server.handler import MOST_BYTES, Goodbye
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.failure_protocol import decode
-from kerasdist.transport.tracing import Laps
+from kerasdist.transport.tracing import SpanTimer
 from kerasdist.transport.wire.framing import Call, FrameType
 
 # All connections of a worker to its servers, used as one.
@@ -211,20 +211,20 @@ class ServerConnection(abc.ABC):
                 self._job.check()
                 channel = self._current()
                 recorder = self._job.recorder
-                laps = None if recorder is None else Laps(recorder)
+                timer = None if recorder is None else SpanTimer(recorder)
                 try:
                     request = build(channel)
-                    if laps is not None:
+                    if timer is not None:
                         size = sum(array.nbytes for array in request.arrays)
-                        laps.end("pack", size)
+                        timer.end("pack", size)
                     channel.send(request, deadline)
-                    if laps is not None:
-                        laps.end("send", size, str(self))
+                    if timer is not None:
+                        timer.end("send", size, str(self))
                     answer = channel.receive(deadline, MOST_BYTES)
-                    if laps is not None:
-                        laps.end("wait", what=self, until=channel.answered)
+                    if timer is not None:
+                        timer.end("wait", what=self, until=channel.answered)
                         size = sum(array.nbytes for array in answer.arrays)
-                        laps.end("receive", size, str(self))
+                        timer.end("receive", size, str(self))
                 except (ChannelEnded, Aborted) as error:
                     self._again(error)
                     continue

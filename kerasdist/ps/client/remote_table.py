@@ -17,7 +17,7 @@ from kerasdist.ps.channel.channel import Channel, Message, Spec
 from kerasdist.ps.client.communicator import ServerJob
 from kerasdist.ps.layout import Layout, Piece, dtype_of
 from kerasdist.ps.tables.served_table import merge_rows
-from kerasdist.transport.tracing import Laps, now
+from kerasdist.transport.tracing import SpanTimer, now
 from kerasdist.transport.wire.framing import Call, FrameType
 
 _NO_CALL = Call(0)
@@ -181,11 +181,11 @@ class RemoteTable:
             builds = [build(server) for server in range(self.layout.servers)]
             answers = self._client.request_all(builds)
             self.clock = clock
-            laps = None if recorder is None else Laps(recorder)
+            timer = None if recorder is None else SpanTimer(recorder)
             pulled = self._unpack(answers)
-        if recorder is not None and laps is not None:
+        if recorder is not None and timer is not None:
             size = sum(a.nbytes for answer in answers for a in answer.arrays)
-            laps.end("receive", size)
+            timer.end("receive", size)
             recorder.add("push_pull", begin, now(), what=f"clock {clock}")
         self.observed[pulled.staleness] += 1
         return pulled

@@ -189,7 +189,7 @@ class ElasticServer:
     def _serve(self) -> None:
         patience = Deadline(self._timeouts.startup)
         while not self._stop.is_set():
-            for rank, connection, hello in self._listener.mailboxes.take_any(
+            for rank, connection, hello in self._listener.pending.take_any(
                 self._session, PURPOSE, _LOOK_SECONDS, self._stop
             ):
                 self._receive(rank, connection, hello)
@@ -230,7 +230,7 @@ class ElasticServer:
                 return
             self._closed = True
         self._stop.set()
-        self._listener.mailboxes.interrupt()
+        self._listener.pending.interrupt()
         epoch, self._epoch = self._epoch, None
         if epoch is not None:
             self._replace(epoch)

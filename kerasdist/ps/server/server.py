@@ -406,7 +406,7 @@ class ParameterServer:
         # Workers that connect to a failed job are sent the reason.
         goodbye = Deadline(GOODBYE_SECONDS)
         while not (members.over or goodbye.expired or self._closed):
-            new = self._listener.mailboxes.take_any(
+            new = self._listener.pending.take_any(
                 self._session, PURPOSE, _SHORT_LOOK_SECONDS
             )
             for arrival in (*new, *self._registrar.waiting()):
@@ -433,7 +433,7 @@ class ParameterServer:
             self._closed = True
             serving = list(self._serving.values())
         self._stop.set()
-        self._listener.mailboxes.interrupt()
+        self._listener.pending.interrupt()
         self._registrar.close()
         self._control.close()
         for channel, _ in serving:
@@ -466,7 +466,7 @@ class ParameterServer:
             self._open_control(worker, connection, joined=False)
 
     def _take(self, seconds: float) -> Sequence[tuple[int, Connection, Any]]:
-        return self._listener.mailboxes.take_any(
+        return self._listener.pending.take_any(
             self._session, PURPOSE, seconds, self._stop
         )
 
@@ -568,4 +568,4 @@ class ParameterServer:
 
     def _end(self) -> None:
         self._stop.set()
-        self._listener.mailboxes.interrupt()
+        self._listener.pending.interrupt()

@@ -253,7 +253,7 @@ def _without_nones(batch: Any) -> Any:
     return batch
 
 
-class DynamicDataset(BatchIterable):
+class AsyncDataset(BatchIterable):
     """The data that `fit` trains on, over epochs; all workers create theirs alike.
 
     Args:
@@ -276,7 +276,7 @@ class DynamicDataset(BatchIterable):
         timer: StepTimer,
         source: Source,
         number: int,
-        on_epoch: Callable[[DynamicDataset], None],
+        on_epoch: Callable[[AsyncDataset], None],
     ) -> None:
         self.workers = workers
         self.weights = weights
@@ -291,7 +291,7 @@ class DynamicDataset(BatchIterable):
         self._used = 0
         self._last = -1
         self._limit: int | None = None
-        self._batches: DynamicBatches | None = None
+        self._batches: AsyncBatches | None = None
 
     def __str__(self) -> str:
         """Return its name in messages."""
@@ -306,7 +306,7 @@ class DynamicDataset(BatchIterable):
         """See `BatchIterable.example`; the batch isn't claimed."""
         return split_part(self.source.example())[0]
 
-    def begin_epoch(self, steps: int | None = None) -> DynamicBatches:
+    def begin_epoch(self, steps: int | None = None) -> AsyncBatches:
         """Begin the next epoch, at the same point on all workers.
 
         Args:
@@ -348,7 +348,7 @@ class DynamicDataset(BatchIterable):
             self._used += self._limit
         if length is not None and self._used >= length:
             self._used = 0
-        self._batches = DynamicBatches(self, claim, used)
+        self._batches = AsyncBatches(self, claim, used)
         return self._batches
 
     def facts(self) -> dict[str, Any]:
@@ -403,7 +403,7 @@ class DynamicDataset(BatchIterable):
         return number
 
 
-class DynamicBatches(BatchIterator):
+class AsyncBatches(BatchIterator):
     """This worker's batches of one epoch; read ahead by a thread.
 
     Args:
@@ -417,7 +417,7 @@ class DynamicBatches(BatchIterator):
     """
 
     def __init__(
-        self, dynamic: DynamicDataset, claim: Callable[[], int | None], used: int
+        self, dynamic: AsyncDataset, claim: Callable[[], int | None], used: int
     ) -> None:
         self.number = 0
         self.exhausted = False
@@ -444,7 +444,7 @@ class DynamicBatches(BatchIterator):
                 self._ahead = self._pool.submit(self._read)
         return self._next is not None
 
-    def at_least_one(self) -> DynamicBatches:
+    def at_least_one(self) -> AsyncBatches:
         """See `BatchIterator.at_least_one`."""
         if not self.ready():
             raise StopIteration

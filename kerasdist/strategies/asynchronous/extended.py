@@ -19,8 +19,8 @@ from kerasdist.placement.advice import counted
 from kerasdist.ps import ServerClient, enter
 from kerasdist.strategies.asynchronous.dynamic_batches import (
     ArraySource,
+    AsyncDataset,
     DatasetSource,
-    DynamicDataset,
     ItemSource,
     OwnSource,
     Source,
@@ -30,7 +30,7 @@ from kerasdist.strategies.asynchronous.live_group import (
     LiveJob,
     WorkersChanged,
 )
-from kerasdist.strategies.asynchronous.loop import DynamicLoop
+from kerasdist.strategies.asynchronous.loop import AsyncLoop
 from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import different_batches
 from kerasdist.strategies.data.own_rows import own_part
@@ -45,8 +45,8 @@ from kerasdist.strategies.sync.extended import SynchronousExtended
 # Dynamic batches of the data that asynchronous workers train on.
 
 
-class DynamicData:
-    """Makes dynamic batches; see `_keras.protocols.DynamicDataHooks`.
+class AsyncData:
+    """Makes dynamic batches; see `_keras.protocols.AsyncDataHooks`.
 
     Args:
         workers: The workers that the batches are for.
@@ -71,22 +71,22 @@ class DynamicData:
         self._weights = weights
         self._timer = timer
         self._data = data
-        self.present: DynamicDataset | None = None
-        self.newest: DynamicDataset | None = None
+        self.present: AsyncDataset | None = None
+        self.newest: AsyncDataset | None = None
         self.datasets = 0
         self._words = "no data"
 
-    def distribute_arrays(self, data: ArrayData) -> DynamicDataset:
-        """Return dynamic batches of arrays: see `DynamicDataset`."""
+    def distribute_arrays(self, data: ArrayData) -> AsyncDataset:
+        """Return dynamic batches of arrays: see `AsyncDataset`."""
         return self._make(ArraySource(data, self._data.agree(data)), data.batch_size)
 
-    def distribute_items(self, data: ItemData) -> DynamicDataset:
+    def distribute_items(self, data: ItemData) -> AsyncDataset:
         """Return dynamic batches of a PyDataset."""
         items = SharedItems(self._workers, self._timer, data)
         items.agree()
         return self._make(ItemSource(data, self._data.seed()), items.rows or None)
 
-    def distribute_dataset(self, dataset: Any, length: int | None) -> DynamicDataset:
+    def distribute_dataset(self, dataset: Any, length: int | None) -> AsyncDataset:
         """Return dynamic batches of a `tf.data.Dataset`."""
         if OWN_DATA.get(dataset) is not None:
             return self._make(OwnSource(dataset, length), None)
@@ -101,7 +101,7 @@ class DynamicData:
             return self._make(OwnSource(own, None), batch_size)
         return self._make(DatasetSource(dataset, length), batch_size)
 
-    def _make(self, source: Source, batch_size: int | None) -> DynamicDataset:
+    def _make(self, source: Source, batch_size: int | None) -> AsyncDataset:
         parts = [f"batches of {batch_size or 'unknown size'}"]
         if source.length is not None:
             parts.append(f"{source.length} in an epoch")
@@ -113,7 +113,7 @@ class DynamicData:
         self.datasets += 1
         client = self._workers.client
         client.datasets += 1
-        self.newest = DynamicDataset(
+        self.newest = AsyncDataset(
             self._workers,
             self._weights,
             self._timer,
@@ -123,7 +123,7 @@ class DynamicData:
         )
         return self.newest
 
-    def _begin(self, dataset: DynamicDataset) -> None:
+    def _begin(self, dataset: AsyncDataset) -> None:
         self.present = dataset
 
     def describe(self) -> str:
@@ -171,7 +171,7 @@ class AsyncEpochs:
     """
 
     def __init__(
-        self, workers: AsyncWorkers, weights: SharedTables, data: DynamicData
+        self, workers: AsyncWorkers, weights: SharedTables, data: AsyncData
     ) -> None:
         self._workers = workers
         self._consensus = Consensus(workers)
@@ -324,7 +324,7 @@ class AsyncExtended(SynchronousExtended):
     def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
         hooks = super()._make_hooks(options, timer)
         workers, self.shared = self.workers, SharedTables(self.workers)
-        self.dynamic_data = DynamicData(workers, self.shared, timer, self.data)
+        self.dynamic_data = AsyncData(workers, self.shared, timer, self.data)
         epochs = AsyncEpochs(workers, self.shared, self.dynamic_data)
         return dataclasses.replace(hooks, dynamic=epochs)
 
@@ -367,5 +367,5 @@ class AsyncExtended(SynchronousExtended):
         made = super()._distribute_datasets_from_function(dataset_fn, options)
         return made if self.workers.is_evaluating else self._loop(made)
 
-    def _loop(self, dataset: Any) -> DynamicLoop:
-        return DynamicLoop(self.dynamic_data.distribute_dataset(dataset, None), dataset)
+    def _loop(self, dataset: Any) -> AsyncLoop:
+        return AsyncLoop(self.dynamic_data.distribute_dataset(dataset, None), dataset)

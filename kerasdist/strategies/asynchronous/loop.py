@@ -24,13 +24,13 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import LoopData
 from kerasdist.strategies.asynchronous.dynamic_batches import (
-    DynamicBatches,
-    DynamicDataset,
+    AsyncBatches,
+    AsyncDataset,
 )
 from kerasdist.strategies.data.batch_split import split_part
 
 
-class DynamicLoop(LoopData, _tf.DistributedIterable):
+class AsyncLoop(LoopData, _tf.DistributedIterable):
     """The iterable of a custom loop.
 
     Args:
@@ -38,12 +38,12 @@ class DynamicLoop(LoopData, _tf.DistributedIterable):
         dataset: The dataset.
     """
 
-    def __init__(self, dynamic: DynamicDataset, dataset: Any) -> None:
+    def __init__(self, dynamic: AsyncDataset, dataset: Any) -> None:
         self.dataset = dataset
         self._dynamic = dynamic
         self._workers = dynamic.workers
         # The pass that is open.
-        self._batches: DynamicBatches | None = None
+        self._batches: AsyncBatches | None = None
         self._number = 0
         self._spec: Any = None
         self._in_graphs = LoopIterator(self, None)
@@ -96,7 +96,7 @@ class DynamicLoop(LoopData, _tf.DistributedIterable):
             parallel_iterations=1,
         )[1]
 
-    def begin(self) -> DynamicBatches:
+    def begin(self) -> AsyncBatches:
         """Begin a pass; all workers call it at the same place of the script."""
         if self._batches is not None:
             self.leave(self._batches)
@@ -122,7 +122,7 @@ class DynamicLoop(LoopData, _tf.DistributedIterable):
         self._meet(self._number)
         return None
 
-    def leave(self, batches: DynamicBatches | None) -> None:
+    def leave(self, batches: AsyncBatches | None) -> None:
         """Leave a pass before its end, if it's the one that is open. Doesn't wait."""
         if batches is None or batches is not self._batches:
             return
@@ -194,7 +194,7 @@ class LoopIterator(_tf.DistributedIterator):
         batches: The pass; None in graphs.
     """
 
-    def __init__(self, loop: DynamicLoop, batches: DynamicBatches | None) -> None:
+    def __init__(self, loop: AsyncLoop, batches: AsyncBatches | None) -> None:
         self._loop = loop
         self._batches = batches
 
@@ -222,7 +222,7 @@ class LoopIterator(_tf.DistributedIterator):
 
     @property
     def element_spec(self) -> Any:
-        """See `DynamicLoop.element_spec`."""
+        """See `AsyncLoop.element_spec`."""
         return self._loop.element_spec
 
     def __tf_tracing_type__(self, context: Any) -> Any:

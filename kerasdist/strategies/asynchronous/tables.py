@@ -131,7 +131,7 @@ def _window(optimizer: Any) -> int:
 
 
 class SharedTables:
-    """All tables of one strategy; see `_keras.protocols.DynamicWeightHooks`.
+    """All tables of one strategy; see `_keras.protocols.AsyncWeightHooks`.
 
     Args:
         workers: The workers that train them.

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import gradient_placement, patches
-from kerasdist._tf.marks import Facets
+from kerasdist._tf.marks import StrategyExtensions
 from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.measure.stages import StageClock
@@ -99,7 +99,7 @@ def install_hooks() -> None:
 
 
 @contextlib.contextmanager
-def placed_step(facets: Facets) -> Iterator[None]:
+def placed_step(facets: StrategyExtensions) -> Iterator[None]:
     """Run a step of a placed replica inside of the block.
 
     Args:
@@ -147,7 +147,7 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         # This process reads the data, wherever the layers are.
         self._host = _tf.canonical_device("CPU:0")
         self._remote = remote
-        self.kerasdist = Facets(
+        self.kerasdist = StrategyExtensions(
             timer=StepClock([self._host], SingleCommunicator(), in_turn=True),
             placer=placer,
             stage_clock=StageClock(placer.devices, self._host),

@@ -130,11 +130,11 @@ def _sums_in_buckets(
     ]
     sums: list[list[Any]] = [[] for _ in own]
     for number, bucket in enumerate(in_buckets(sizes, workers.bucket_size)):
-        sent = [[narrow(workers, v, 1 / parts) for v in own[i]] for i in bucket]
+        sent = [[compress(workers, v, 1 / parts) for v in own[i]] for i in bucket]
         totals = _sum_of_local(workers, sent, step=number == 0)
         for i, total in zip(bucket, totals, strict=True):
             sums[i] = [
-                widen(workers, t, value, parts)
+                decompress(workers, t, value, parts)
                 for t, value in zip(total, own[i], strict=True)
             ]
     return sums
@@ -246,10 +246,10 @@ def reduce_gradients(
     pieces = split.pieces
     if share is None:
         replicas = workers.replicas
-        shares = [narrow(workers, piece, 1 / replicas) for piece in pieces]
+        shares = [compress(workers, piece, 1 / replicas) for piece in pieces]
         totals = sum_once_per_worker(workers, shares)
         wide = [
-            widen(workers, total, piece, replicas)
+            decompress(workers, total, piece, replicas)
             for total, piece in zip(totals, pieces, strict=True)
         ]
         _warn_of_constants(split, wide, linear, log_once)
@@ -362,17 +362,18 @@ def _sum_of_dense(
                 )
                 reduced, sums = reduced[: len(some)], reduced[len(some) :]
             else:
-                sent = [narrow(workers, g, there) for g in some]
+                sent = [compress(workers, g, there) for g in some]
                 wide = sum_over_replicas(workers, sent)
                 reduced = [
-                    widen(workers, t, g, 1) for t, g in zip(wide, some, strict=True)
+                    decompress(workers, t, g, 1)
+                    for t, g in zip(wide, some, strict=True)
                 ]
         for i, total in zip(bucket, reduced, strict=True):
             totals[i] = total
     return totals, sums
 
 
-def narrow(workers: Workers, gradient: Any, share: Any) -> Any:
+def compress(workers: Workers, gradient: Any, share: Any) -> Any:
     """Return a gradient's share of the mean, in the dtype in which it is sent.
 
     The share is computed before the cast: the sum of all shares isn't larger than the
@@ -383,8 +384,8 @@ def narrow(workers: Workers, gradient: Any, share: Any) -> Any:
     return tf.cast(_tf.weighted(gradient, share), _WIRE[str(workers.compression)])
 
 
-def widen(workers: Workers, total: Any, gradient: Any, factor: int) -> Any:
-    """Convert the sum of shares back to the dtype of `gradient` before `narrow`."""
+def decompress(workers: Workers, total: Any, gradient: Any, factor: int) -> Any:
+    """Convert the sum of shares back to the dtype of `gradient` before `compress`."""
     if not _is_narrowed(workers, gradient):
         return total
     return tf.cast(total, gradient.dtype) * tf.cast(factor, gradient.dtype)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._keras import GradientHooks, KerasHooks, OnceLogger, StateHooks
-from kerasdist._tf.marks import Facets
+from kerasdist._tf.marks import StrategyExtensions
 from kerasdist._tf.variables import distribute_copies
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.strategies.job import StrategyJob
@@ -79,7 +79,7 @@ class SynchronousExtended(SharingExtended):
             in_turn=not workers.job.has_servers,
             rank=lambda: workers.rank,
         )
-        self.kerasdist = Facets(
+        self.kerasdist = StrategyExtensions(
             hooks=self._make_hooks(options, timer),
             timer=timer,
             in_lockstep=_keras.gradients_are_reduced,

@@ -68,7 +68,7 @@ _RUN = struct.Struct("!IIQ")
 _UNKNOWN = 1 << 64
 
 
-class Places:
+class CollectiveProgress:
     """The number of each rank's collective. Not safe for several threads.
 
     Args:
@@ -137,7 +137,7 @@ class Places:
 DECISION_SECONDS = 2.0
 
 
-class SessionSupervisor:
+class FailureDetector:
     """The failure detector of a session, see `failure_protocol.Supervisor`.
 
     Args:
@@ -180,7 +180,7 @@ class SessionSupervisor:
         # Those of them whose scripts ended well.
         self._finished: set[int] = set()
         self._suspicions: list[tuple[float, errors.WorkerLost]] = []
-        self._places = Places(len(self._peers))
+        self._places = CollectiveProgress(len(self._peers))
         self._ending = False
         # The ranks whose connections are open.
         self._open = set(controls)

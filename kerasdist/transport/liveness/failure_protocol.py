@@ -228,7 +228,7 @@ class Supervisor(Protocol):
         """Send a goodbye and end. Can be called twice."""
 
 
-class Unsupervised:
+class NullFailureDetector:
     """Takes every broken connection for a lost rank; for tests without a session.
 
     Ranks in one process may share one: then they agree on the first failure.

@@ -79,7 +79,7 @@ from kerasdist.transport.membership.events import (
 _STEPS_AHEAD = 2
 
 
-class Machine:
+class PaxosParticipant:
     """One worker's part in the agreement. Deterministic; not safe for several threads.
 
     All attributes have immutable values: `copy.copy` makes an independent machine.

@@ -39,7 +39,7 @@ from kerasdist.transport.wire import handshake
 from kerasdist.transport.wire.framing import FrameType, write_frame
 from kerasdist.transport.wire.handshake import is_loopback, why_not_same_user
 
-# Mailboxes of authenticated connections, which wait until a session takes them.
+# Authenticated connections, which wait until a session takes them.
 
 MOST_WAITING = 4096
 
@@ -55,7 +55,7 @@ class _WaitingConnection:
     since: float
 
 
-class Mailboxes:
+class PendingConnections:
     """Connections by session, purpose and rank, as their hellos name these."""
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class Listener:
 
     Attributes:
         unix_name: Name of the Unix socket, for workers on this host.
-        mailboxes: The connections that have been accepted.
+        pending: The connections that have been accepted.
     """
 
     _open_lock = threading.Lock()
@@ -220,7 +220,7 @@ class Listener:
         self._secret = secret
         self._credentials = Credentials.read(os.environ)
         self._users = 0
-        self.mailboxes = Mailboxes()
+        self.pending = PendingConnections()
         self._lock = threading.Lock()
         # In the order in which they began.
         self._shaking: dict[socket.socket, None] = {}
@@ -293,7 +293,7 @@ class Listener:
                 return
             self._open.pop(self.address, None)
             self._closed = True
-            self.mailboxes.close()
+            self.pending.close()
             self._wake.close()
             self._thread.join(HANDSHAKE_SECONDS)
             # Before another listener may take the address: it must be free, also where
@@ -357,7 +357,7 @@ class Listener:
                 look = time.monotonic() + LOOK_SECONDS
 
     def _drop_stale(self) -> None:
-        self.mailboxes.drop_stale(self._patience + HANDSHAKE_SECONDS)
+        self.pending.drop_stale(self._patience + HANDSHAKE_SECONDS)
 
     def _accept_one(self, server: socket.socket) -> None:
         sock, source = server.accept()
@@ -417,7 +417,7 @@ class Listener:
             if left:
                 connection.write_json(FrameType.REFUSAL, {}, deadline)
             else:
-                kept = self.mailboxes.put(connection, hello)
+                kept = self.pending.put(connection, hello)
         except EOFError:
             # A probe (`kerasdist doctor`, start-up of other ranks) ends like this:
             # there is nothing to report.

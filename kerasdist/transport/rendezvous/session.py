@@ -180,7 +180,7 @@ class Session:
             StartupError: It didn't connect by the deadline.
             Aborted: `interrupt` was called.
         """
-        taken = self._listener.mailboxes.take(
+        taken = self._listener.pending.take(
             self._number.session, purpose, rank, deadline, self._stop
         )
         if taken is not None:
@@ -198,7 +198,7 @@ class Session:
     def interrupt(self) -> None:
         """End every wait of `dial` and `answer`, now and later. From any thread."""
         self._stop.set()
-        self._listener.mailboxes.interrupt()
+        self._listener.pending.interrupt()
 
     def close(self) -> None:
         """Release the listener and the control connections. Can be called twice."""

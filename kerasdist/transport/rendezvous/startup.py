@@ -273,7 +273,7 @@ def _wait_for_all(
         if first.expired:
             raise _missing(arrival, first, listener, pending)
         seconds = min(first.remaining(), 0.5)
-        arrived = listener.mailboxes.take_any(
+        arrived = listener.pending.take_any(
             arrival.session, "control", seconds, arrival.stop
         )
         for rank, connection, hello in arrived:
@@ -298,7 +298,7 @@ def _sight(
 ) -> Sight:
     """Return which workers are here, in the thread of the notice."""
     here = [0, *sorted(pending.copy())]
-    elsewhere = listener.mailboxes.others(arrival.session, "control")
+    elsewhere = listener.pending.others(arrival.session, "control")
     left = gone.copy()
 
     def why(rank: int) -> str:
@@ -380,7 +380,7 @@ def _missing(
     """Return the error that names the missing ranks, with reasons found from here."""
     addresses = arrival.addresses
     ranks = [rank for rank in range(1, len(addresses)) if rank not in pending]
-    elsewhere = listener.mailboxes.others(arrival.session, "control")
+    elsewhere = listener.pending.others(arrival.session, "control")
 
     def reason(rank: int) -> str:
         if rank in elsewhere:

@@ -12,7 +12,7 @@ from scripts import PRELUDE
 from soak import soak
 
 from kerasdist.ps import END
-from kerasdist.strategies.asynchronous.dynamic_batches import DynamicDataset
+from kerasdist.strategies.asynchronous.dynamic_batches import AsyncDataset
 from sessions import Session
 from workers import Workers
 
@@ -467,7 +467,7 @@ if rank == 0:
 
 
 def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
-    class Raced(DynamicDataset):
+    class Raced(AsyncDataset):
         """The other thread always comes in between."""
 
         _last = property(lambda self: 7, lambda self, number: None)

@@ -18,7 +18,10 @@ from kerasdist import errors
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.liveness.failure_detector import Places, SessionSupervisor
+from kerasdist.transport.liveness.failure_detector import (
+    CollectiveProgress,
+    FailureDetector,
+)
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from pace import bound
@@ -45,9 +48,7 @@ class Crew(Closing):
                 if rank == 0:
                     lines = {r: pair[0] for r, pair in pairs.items()}
                 handle = self.seen[rank].append if rank or not react else react
-                self.ranks[rank] = SessionSupervisor(
-                    rank, peers, lines, timeouts, handle
-                )
+                self.ranks[rank] = FailureDetector(rank, peers, lines, timeouts, handle)
 
     def close(self):
         for supervisor in self.ranks.values():
@@ -399,19 +400,19 @@ def runs(payload):
 
 def test_ranks_in_the_same_collective_are_one_run():
     size = 1000
-    places = Places(size)
+    places = CollectiveProgress(size)
     for rank in range(size):
         places.note(rank, 6 if rank == 700 else 7)
     sent = places.note(5, 7)
     assert runs(sent) == [(0, 700, 7), (700, 1, 6), (701, 299, 7)]
-    worker = Places(size)
+    worker = CollectiveProgress(size)
     worker.receive(sent)
     assert worker.behind(7) == [700]
     assert worker.behind(6) == []
 
 
 def test_each_change_is_sent_once():
-    places = Places(4)
+    places = CollectiveProgress(4)
     for rank in range(4):
         places.note(rank, 3)
     assert runs(places.note(1, 3)) == [(0, 4, 3)]
@@ -427,12 +428,12 @@ def test_each_change_is_sent_once():
 
 
 def test_before_the_first_heartbeat_of_the_chief_no_place_is_known():
-    worker = Places(3)
+    worker = CollectiveProgress(3)
     assert worker.behind(5) == []
     worker.receive(b"")
     assert worker.behind(5) == [0, 1, 2]
     # The chief itself knows them by their own heartbeats.
-    chief = Places(3)
+    chief = CollectiveProgress(3)
     chief.note(2, 0)
     assert chief.behind(5) == [2]
 
@@ -446,7 +447,10 @@ def test_before_the_first_heartbeat_of_the_chief_no_place_is_known():
 )
 def test_a_rank_that_waits_knows_all_that_the_chief_knows(size, beats):
     """As if each heartbeat had all numbers."""
-    chief, workers = Places(size), [Places(size) for _ in range(size)]
+    chief, workers = (
+        CollectiveProgress(size),
+        [CollectiveProgress(size) for _ in range(size)],
+    )
     known = [0] * size
     for rank, place in beats:
         rank %= size
@@ -479,7 +483,7 @@ def test_a_rank_that_waits_knows_all_that_the_chief_knows(size, beats):
     ],
 )
 def test_damaged_places_are_refused(payload, match):
-    places = Places(3)
+    places = CollectiveProgress(3)
     with pytest.raises(ProtocolError, match=rf"^A heartbeat {match}"):
         places.receive(payload)
     assert places.behind(5) in ([], [0, 1, 2])

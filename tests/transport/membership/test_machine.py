@@ -17,7 +17,7 @@ from kerasdist.transport.membership.events import (
     Suspend,
     TooLate,
 )
-from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.machine import PaxosParticipant
 from membership_world import COLLECTIVES, World
 
 
@@ -260,6 +260,6 @@ def test_what_changes_nothing():
     assert machine.stopped is StopReason.NO_QUORUM
     assert machine.handle(Leave()) == ()
     # One that hasn't joined yet only applies.
-    machine = Machine(Member(4))
+    machine = PaxosParticipant(Member(4))
     assert len(machine.handle(Apply((Member(0), Member(1))))) == 2
     assert machine.handle(Finished(0, Progress(1))) == ()

@@ -14,7 +14,7 @@ import pytest
 
 from kerasdist.transport.membership.attempt import Attempt
 from kerasdist.transport.membership.events import Finished, StopReason
-from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.machine import PaxosParticipant
 from membership_schedules import explore, replay, run
 from membership_world import Violation, World
 
@@ -39,22 +39,22 @@ class Living(Attempt):
         return twice > len(members) or (twice == len(members) and members[0] in voters)
 
 
-class AnyQuorum(Machine):
+class AnyQuorum(PaxosParticipant):
     _attempts = Lenient
 
 
-class LivingMajority(Machine):
+class LivingMajority(PaxosParticipant):
     _attempts = Living
 
 
-class SilentIsDead(Machine):
+class SilentIsDead(PaxosParticipant):
     """Takes silence for a proof of death."""
 
     def _miss(self, member):
         self._bury(member)
 
 
-class AnyBallot(Machine):
+class AnyBallot(PaxosParticipant):
     """Forgets what it has promised."""
 
     def _on_prepare(self, sender, message):
@@ -66,7 +66,7 @@ class AnyBallot(Machine):
         super()._on_propose(sender, message)
 
 
-class LateResults(Machine):
+class LateResults(PaxosParticipant):
     """Uses a result after it has reported that it hasn't got it."""
 
     def _finish(self, event):
@@ -158,11 +158,11 @@ class Forgetful(Attempt):
         return None
 
 
-class OwnProposals(Machine):
+class OwnProposals(PaxosParticipant):
     _attempts = Forgetful
 
 
-class OtherEpoch(Machine):
+class OtherEpoch(PaxosParticipant):
     """Chooses as if its epoch were another one, that of `_changed`."""
 
     def _choice(self, attempt):
@@ -183,7 +183,7 @@ class NoElders(OtherEpoch):
         return dataclasses.replace(epoch, elders=elders, absent=frozenset())
 
 
-class ListensToTheDead(Machine):
+class ListensToTheDead(PaxosParticipant):
     """Takes messages of dead processes that arrive late."""
 
     def _receive(self, sender, message):
@@ -193,14 +193,14 @@ class ListensToTheDead(Machine):
         self._dead |= dead
 
 
-class GuestsAnswer(Machine):
+class GuestsAnswer(PaxosParticipant):
     """Passes on the decision by which it joined, before all have learned it."""
 
     def _is_guest(self):
         return False
 
 
-class GuestsAreBelieved(Machine):
+class GuestsAreBelieved(PaxosParticipant):
     """Learns a newcomer's decision, whatever it has promised."""
 
     _bound = property(lambda self: None, lambda self, value: None)
@@ -386,7 +386,7 @@ def test_rare_schedules_find_a_broken_rule(size, text, broken, what):
     assert world.settle() == "trains"
 
 
-def after_an_exclusion(seed, machine=Machine):
+def after_an_exclusion(seed, machine=PaxosParticipant):
     before = operations(EXCLUDED)
     return run(f"{seed} excluded", sizes=(2,), machine=machine, before=before)
 

@@ -67,7 +67,7 @@ def knock(listening, sock=None, **hello):
 
 def take(listening, session="s", purpose="p", rank=1, seconds=60.0):
     stop = threading.Event()
-    return listening.mailboxes.take(session, purpose, rank, Deadline(seconds), stop)
+    return listening.pending.take(session, purpose, rank, Deadline(seconds), stop)
 
 
 def check_works(listening):
@@ -100,7 +100,7 @@ def test_a_connection_is_handed_to_who_asks_for_it(listening):
     assert take(listening, seconds=0.05) is None
     stop = threading.Event()
     stop.set()
-    assert listening.mailboxes.take("s", "p", 1, Deadline(30), stop) is None
+    assert listening.pending.take("s", "p", 1, Deadline(30), stop) is None
 
 
 def test_the_newer_connection_of_a_rank_counts(listening):

@@ -95,7 +95,7 @@ def test_a_connection_is_encrypted_and_authentic(authority, use):
     with listening() as listener:
         use(authority.issue("two"))
         with dial(listener.address) as mine:
-            ((_, taken, hello),) = listener.mailboxes.take_any("s", "p", 60.0)
+            ((_, taken, hello),) = listener.pending.take_any("s", "p", 60.0)
             with taken:
                 assert hello["rank"] == 1
                 assert type(mine.sock) is type(taken.sock) is TlsSocket

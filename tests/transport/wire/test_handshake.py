@@ -265,7 +265,7 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address(jobs, oracl
     ):
         dial_a_stranger(false, listeners[oracle])
     for listener in listeners:
-        assert listener.mailboxes.take_any("s", "p", 0.0) == []
+        assert listener.pending.take_any("s", "p", 0.0) == []
     wait_until(listeners[oracle].refusals, "a refusal")
     (text,) = listeners[oracle].refusals()
     assert f"dialed another address. Received: '{dialed}', this is" in text
@@ -289,7 +289,7 @@ def test_a_hello_that_was_changed_on_its_way_is_refused(jobs, name):
     with pytest.raises(errors.AuthenticationError):
         dial_a_stranger(false, listener, change)
     for session, purpose in (("s", "p"), ("another", "p"), ("s", "another")):
-        assert listener.mailboxes.take_any(session, purpose, 0.0) == []
+        assert listener.pending.take_any(session, purpose, 0.0) == []
 
 
 def test_a_proof_of_one_connection_is_none_in_a_parallel_one(jobs):

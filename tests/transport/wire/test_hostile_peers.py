@@ -23,7 +23,7 @@ from kerasdist.ps.server.handler import Goodbye
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.failure_detector import SessionSupervisor
+from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.log import background_log
@@ -158,7 +158,7 @@ def control_frame(sent, place):
         ends.add(1, other)
     else:
         peers = [Peer(rank, f"host{rank}:1") for rank in range(3)]
-        ends = SessionSupervisor(place, peers, {1 - place: other}, Timeouts(), seen.put)
+        ends = FailureDetector(place, peers, {1 - place: other}, Timeouts(), seen.put)
     with one:
         one.sock.sendall(sent + one.auth.sign(sent))
         one.sock.shutdown(socket.SHUT_WR)
@@ -239,7 +239,7 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
         hello = {"session": "s", "purpose": "p", "rank": 1}
         with dial_tcp(address, SECRET, hello, Deadline(60)):
             stop = threading.Event()
-            taken = listening.mailboxes.take("s", "p", 1, Deadline(60), stop)
+            taken = listening.pending.take("s", "p", 1, Deadline(60), stop)
             assert taken is not None
             taken.close()
     finally:

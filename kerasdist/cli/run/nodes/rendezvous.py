@@ -202,7 +202,7 @@ def _collect(
             waiting.check(
                 f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
             )
-            arrived = listener.mailboxes.take_any(_SESSION, _PURPOSE, _AGAIN_SECONDS)
+            arrived = listener.pending.take_any(_SESSION, _PURPOSE, _AGAIN_SECONDS)
             for rank, connection, hello in arrived:
                 undo.callback(connection.close)
                 here = [mine, *(each[1] for each in (*named.values(), *unnamed))]

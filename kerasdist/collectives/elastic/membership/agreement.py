@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kerasdist.collectives.elastic.membership.lines import Contact, PeerMessenger
-from kerasdist.collectives.elastic.membership.startup import Startup, survey
+from kerasdist.collectives.elastic.membership.startup import Startup, discover_members
 from kerasdist.transport.membership.events import (
     Apply,
     Broken,
@@ -43,7 +43,7 @@ from kerasdist.transport.membership.events import (
     Timeout,
     TooLate,
 )
-from kerasdist.transport.membership.machine import Machine
+from kerasdist.transport.membership.machine import PaxosParticipant
 
 # Looks for members, each in a thread of its own: a contact takes seconds.
 #
@@ -59,7 +59,7 @@ PROOF = frozenset({Contact.DEAD})
 _Found = Callable[[int, Member | None, Contact, frozenset[Contact]], None]
 
 
-class Looks:
+class PeerProbes:
     """The looks of one member for others.
 
     Args:
@@ -129,7 +129,9 @@ class Looks:
 
         def look() -> None:
             dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
-            answers = survey(self._lines, members=True).answers if dead else []
+            answers = (
+                discover_members(self._lines, members=True).answers if dead else []
+            )
             with self._lock:
                 self._asks_hosts = False
                 found(dead, answers[0].members if answers else ())
@@ -165,7 +167,7 @@ class Follower(Protocol):
         """
 
 
-class Agreement:
+class MembershipService:
     """The membership machine of this worker.
 
     Args:
@@ -198,7 +200,7 @@ class Agreement:
         self._woken = False
         self._follower = follower
         self._lock = threading.RLock()
-        self._machine = Machine(me, decision, min_workers=min_workers)
+        self._machine = PaxosParticipant(me, decision, min_workers=min_workers)
         # Those that want to join, with their requests.
         self._waiting: dict[Member, Join] = {}
         self._admits = False
@@ -206,7 +208,7 @@ class Agreement:
         self._hosts: tuple[Member, ...] = ()
         self._since: float | None = None
         self._stop = threading.Event()
-        self._looks = Looks(lines, self._lock, self._found)
+        self._looks = PeerProbes(lines, self._lock, self._found)
         self._next_look = 0.0
         self._look_pause = 0.0
         # Whether the members of the present epoch are being connected.
@@ -385,7 +387,7 @@ class Agreement:
         contact: Contact,
         counts: frozenset[Contact],
     ) -> None:
-        """Report to the machine what has become of a member, see `Looks`."""
+        """Report to the machine what has become of a member, see `PeerProbes`."""
         with self._lock:
             if self._stop.is_set() or not self._is_present(epoch):
                 return
@@ -458,7 +460,7 @@ class Agreement:
             self._looks.begin(decision.epoch.number, member, LOSSES)
 
     def _found_hosts(self, dead: bool, members: tuple[Member, ...]) -> None:
-        """Take what has become of those that could admit this worker, see `Looks`."""
+        """Take the news of those that could admit this worker, see `PeerProbes`."""
         with self._lock:
             if self._machine.decision is not None or self._stop.is_set():
                 return

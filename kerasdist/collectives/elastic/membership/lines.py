@@ -266,7 +266,7 @@ class PeerMessenger:
                 thread.join(sending.remaining())
         self._stop.set()
         self._listener.leave(self._session)
-        self._listener.mailboxes.interrupt()
+        self._listener.pending.interrupt()
         for thread in threads:
             thread.join(_SECONDS)
 
@@ -322,8 +322,8 @@ class PeerMessenger:
     def _take(self) -> None:
         """Take the lines of others from the listener, and read each in a thread."""
         while not self._stop.is_set():
-            mailboxes = self._listener.mailboxes
-            for rank, connection, hello in mailboxes.take_any(
+            pending = self._listener.pending
+            for rank, connection, hello in pending.take_any(
                 self._session, _PURPOSE, _POLL_SECONDS, self._stop
             ):
                 number = hello.get("incarnation")

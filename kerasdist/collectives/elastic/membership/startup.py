@@ -81,7 +81,7 @@ class Survey:
         return any(each.shows_a_job for each in self.answers)
 
 
-def survey(
+def discover_members(
     lines: PeerMessenger, *, members: bool = False, deadline: Deadline | None = None
 ) -> Survey:
     """Ask the other tasks, a few at a time, until some answer.
