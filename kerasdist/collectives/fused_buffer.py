@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.row_exchange import Array
 
 # Buffers of results, whose memory is reused when it isn't referred to any more.
@@ -98,46 +97,6 @@ def _allocate(size: int) -> npt.NDArray[np.uint8]:
         except OSError:  # a kernel without huge pages
             pass
     return np.frombuffer(memory, np.uint8)
-
-
-# The sum of gradients over the workers.
-
-
-def sum_gradients(
-    communicator: Communicator,
-    gradients: Sequence[Array],
-    *,
-    there: bool = True,
-    beside: Sequence[Array] = (),
-    lend: bool = False,
-) -> list[Array]:
-    """Return the sums of gradients over the workers, and sums beside them.
-
-    Sums are computed in float32 for gradients of 16 bits.
-
-    Args:
-        communicator: Between the workers.
-        gradients: Arrays of float dtypes, the same shapes on all workers.
-        there: False for a worker that adds nothing, whatever its gradients hold.
-        beside: Arrays of any dtypes whose sums are wanted, too, from the same
-            collective: they are returned after the gradients'.
-        lend: See `Communicator.all_reduce`.
-    """
-    wide = [
-        g.astype(np.promote_types(g.dtype, np.float32), copy=False) for g in gradients
-    ]
-    sums = communicator.all_reduce(
-        [*wide, *beside],
-        scale=float(there),
-        unscaled=len(beside),
-        lend=lend,
-    )
-    found = [
-        total.astype(gradient.dtype, copy=False)
-        for total, gradient in zip(sums, gradients, strict=False)
-    ]
-    # Copies: a lent memory is used again when nothing of it is held any more.
-    return [*found, *(np.array(each) for each in sums[len(gradients) :])]
 
 
 # TensorFlow takes over memory that begins at a multiple of this without copying.

@@ -5,7 +5,7 @@ both sides. Keras variables that are held by servers are in `strategies.asynchro
 """
 
 from kerasdist.ps.client.client import ServerClient
-from kerasdist.ps.client.connect import connect_servers, enter
+from kerasdist.ps.client.connect_servers import connect_servers, enter
 from kerasdist.ps.client.remote_table import Change, Pulled, RemoteTable, Rows
 from kerasdist.ps.layout import Layout, ServerSettings, Variable
 from kerasdist.ps.membership import Event

@@ -17,7 +17,7 @@ from kerasdist.strategies.devices import (
 )
 from kerasdist.strategies.options import check_installed
 from kerasdist.strategies.placed.auto import AutoPlacer
-from kerasdist.strategies.placed.extended import PlacedExtended, install_hooks
+from kerasdist.strategies.placed.placed_extended import PlacedExtended, install_hooks
 from kerasdist.strategies.placed.placer import Placer, check_micro_batches
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport

@@ -27,10 +27,10 @@ from kerasdist.strategies.model_parallel import (
     placer_for,
     unpacked,
 )
-from kerasdist.strategies.native import communicator as native_communicator
+from kerasdist.strategies.native import native_communicator as native_communicator
 from kerasdist.strategies.native.graph_ops import make_native_ops
 from kerasdist.strategies.options import Options, check_installed
-from kerasdist.strategies.placed.extended import HybridExtended, install_hooks
+from kerasdist.strategies.placed.placed_extended import HybridExtended, install_hooks
 from kerasdist.strategies.placed.placer import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
 from kerasdist.strategies.role.cluster_resolver import given_cluster
@@ -75,8 +75,8 @@ class RingStrategy(DataParallelStrategy):
             collectives, NCCL on GPUs and gRPC on CPUs. With "native" create the
             strategy before anything else of TensorFlow is used, in one cluster per
             process; and keep untrusted hosts off the network: TensorFlow's server isn't
-            protected by the job's secret (`strategies.native.communicator`). Or "mpi":
-            mpi4py, in processes started by `mpirun`, which assigns the ranks.
+            protected by the job's secret (`strategies.native`). Or "mpi": mpi4py, in
+            processes started by `mpirun`, which assigns the ranks.
         timeout: Seconds that one collective may take, which is how far workers may
             drift apart.
         startup_timeout: Seconds until all workers have joined.

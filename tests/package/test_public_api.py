@@ -18,7 +18,7 @@ import kerasdist
 from kerasdist import callbacks, errors, layers
 from kerasdist.cli import completion as completion
 from kerasdist.cli import env as env
-from kerasdist.cli import plan
+from kerasdist.cli import plan_command as plan
 from kerasdist.cli.doctor import command as doctor
 from kerasdist.cli.run import command as run
 

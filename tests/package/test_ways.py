@@ -1,4 +1,4 @@
-"""The pages that follow a gradient and a failure through the library's functions."""
+"""The pages that follow a gradient, a batch and a failure through the functions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from places import ROOT, SCRIPTS_PATH
 from ways import find, names_on
 from workers import Workers
 
-GRADIENT, FAILURE = (
+GRADIENT, BATCH, FAILURE = (
     names_on((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"))
-    for name in ("gradient", "failure")
+    for name in ("gradient", "batch", "failure")
 )
 MODEL = """
 import json, os, sys
@@ -34,14 +34,18 @@ def fit(*callbacks):
 """
 
 
-@pytest.mark.parametrize("name", [*GRADIENT, *FAILURE])
+@pytest.mark.parametrize("name", [*GRADIENT, *BATCH, *FAILURE])
 def test_what_a_page_names_is_there(name):
     assert callable(find(name)[1])
 
 
-@pytest.mark.parametrize("names", [GRADIENT, FAILURE], ids=["gradient", "failure"])
+@pytest.mark.parametrize(
+    "names", [GRADIENT, BATCH, FAILURE], ids=["gradient", "batch", "failure"]
+)
 def test_a_way_is_short(names):
-    assert 2 < len(names) <= 8
+    assert 2 < len(names) <= 12
+    modules = {getattr(find(name)[1], "__module__", None) for name in names}
+    assert len(modules) <= 6
 
 
 STACK = f"""
@@ -78,6 +82,30 @@ def test_the_way_of_a_gradient():
             assert all(stack == GRADIENT for stack in worker.result)
 
 
+TRACK_ROWS = f"""
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+path = os.path.join(sys.argv[1], str(rank))
+track(path, {BATCH!r})
+
+"""
+ROWS = """
+fit()
+with open(path) as file:
+    print("RESULT", json.dumps(file.read().splitlines()))
+"""
+
+
+def test_the_way_of_a_batch(tmp_path):
+    """Each function is first called after the one before it on the page."""
+    script = MODEL.replace("EAGERLY", "False") + ROWS
+    script = script.replace("with", TRACK_ROWS + "with", 1)
+    env = {"TESTS": SCRIPTS_PATH}
+    with Workers(script, 2, args=[str(tmp_path)], env=env) as workers:
+        for worker in workers.succeed():
+            begun = [x.removeprefix("begin ") for x in worker.result if "begin" in x]
+            assert list(dict.fromkeys(begun)) == BATCH
+
+
 KILL = """
 class Kill(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
@@ -96,10 +124,10 @@ TRACK = (
 def test_the_way_of_a_failure(tmp_path):
     """A function ends only when the one before it on the page has begun."""
     script = MODEL.replace("EAGERLY", "False") + KILL
-    script = script.replace("with", f"track('way', {FAILURE[:6]})\n\nwith", 1)
+    script = script.replace("with", f"track('way', {FAILURE[:5]})\n\nwith", 1)
     with launcher_in(tmp_path) as launcher:
         launcher.env |= {"PYTHONPATH": SCRIPTS_PATH, "TESTS": SCRIPTS_PATH}
-        before = TRACK.format(names=FAILURE[6:])
+        before = TRACK.format(names=FAILURE[5:])
         code, _, err = launcher.run("-n", 2, "script.py", script=script, before=before)
         way = (tmp_path / "way").read_text().splitlines()
     assert code == 128 + signal.SIGKILL, err

@@ -23,10 +23,10 @@ from kerasdist.cli.run.hosts.check import (
     differences,
     faults_of,
 )
-from kerasdist.cli.run.hosts.options import HostOptions
+from kerasdist.cli.run.hosts.host_options import HostOptions
 from kerasdist.cli.run.hosts.places import Host, Place
 from kerasdist.cli.run.hosts.probe import facts
-from kerasdist.cli.run.nodes.options import NodeOptions
+from kerasdist.cli.run.nodes.node_options import NodeOptions
 from kerasdist.cli.run.nodes.rendezvous import LocalPart, RendezvousError, meeting
 from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address

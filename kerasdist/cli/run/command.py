@@ -20,12 +20,12 @@ from kerasdist.cli.run.function.files import FunctionFiles
 from kerasdist.cli.run.gpus import division as gpu_options
 from kerasdist.cli.run.gpus.division import divide_all, is_divided
 from kerasdist.cli.run.gpus.find import find_gpus
-from kerasdist.cli.run.hosts import options as host_options
+from kerasdist.cli.run.hosts import host_options as host_options
 from kerasdist.cli.run.hosts.check import HostsError, on_hosts
-from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.launch import check_command, launch
-from kerasdist.cli.run.nodes import options as node_options
+from kerasdist.cli.run.nodes import node_options as node_options
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
+from kerasdist.cli.run.task_processes import JobSpec
 from kerasdist.placement.advice import counted
 from kerasdist.transport.log.default_handler import format_fault, level_fault
 from kerasdist.transport.tls.credentials import tls_fault

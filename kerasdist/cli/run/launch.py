@@ -22,7 +22,6 @@ from types import FrameType
 
 from kerasdist.cli.allocator import find_allocator, preloading
 from kerasdist.cli.console import print_line
-from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -32,6 +31,7 @@ from kerasdist.cli.run.processes import (
 )
 from kerasdist.cli.run.spawn import cores_in_order, shares
 from kerasdist.cli.run.supervisor import JobSupervisor
+from kerasdist.cli.run.task_processes import JobSpec
 from kerasdist.transport.log import background_log
 
 # The script or module that a job runs.

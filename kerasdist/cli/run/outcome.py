@@ -44,10 +44,10 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
-from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.output import end_of, last_traceback
 from kerasdist.cli.run.processes import ENDING_SIGNALS
 from kerasdist.cli.run.spawn import Started
+from kerasdist.cli.run.task_processes import JobSpec, TaskProcess
 from kerasdist.transport.liveness.launcher_pipe import (
     LauncherPipe,
     Members,

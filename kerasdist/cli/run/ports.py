@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 
 from kerasdist.cli.run.hosts.places import Place
-from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.nodes.rendezvous import LocalPart
+from kerasdist.cli.run.task_processes import JobSpec, TaskProcess
 
 
 class JobPorts:

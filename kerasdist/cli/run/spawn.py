@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import IO
 
 from kerasdist.cli.run import bootstrap
-from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.output import Lines, LineTagger, OutputPump, Tail, WholeLines
 from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.start_up_lines import ChiefErrors, QuietLines, StartUpLines
+from kerasdist.cli.run.task_processes import JobSpec, TaskProcess
 from kerasdist.transport.liveness.failure_protocol import (
     ERROR_VARIABLE,
     FinalError,

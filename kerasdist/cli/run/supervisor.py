@@ -33,7 +33,6 @@ from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.outcome import ElasticOutcome
 from kerasdist.cli.run.function.files import FunctionFiles
-from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.outcome import JobOutcome, in_words
 from kerasdist.cli.run.output import OutputPump
 from kerasdist.cli.run.ports import HostPorts, JobPorts, PartPorts
@@ -50,6 +49,7 @@ from kerasdist.cli.run.processes import (
 )
 from kerasdist.cli.run.spawn import Launch, Started, lines_of
 from kerasdist.cli.run.start_up_lines import ChiefErrors
+from kerasdist.cli.run.task_processes import JobSpec
 
 # The report to the caller about the end of a job that ran a function.
 

@@ -1,6 +1,6 @@
 """A worker's client: all servers of its job as if they were one.
 
-client = connect_servers(cluster, settings, timeouts=timeouts)   # ps/client/connect.py
+client = connect_servers(cluster, settings, timeouts=timeouts)   # ps/client
 table = client.open_table(variables, values)      # the chief's values count
 ...
 pulled = table.push_pull(deltas)                  # one message per server and step
@@ -23,9 +23,9 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.ps.channel.channel import Message
-from kerasdist.ps.client.communicator import Build, ServerCommunicator, ServerJob
 from kerasdist.ps.client.connection import Roster, ServerConnections
 from kerasdist.ps.client.remote_table import RemoteTable
+from kerasdist.ps.client.server_communicator import Build, ServerCommunicator, ServerJob
 from kerasdist.ps.layout import Layout, ServerSettings, Variable
 from kerasdist.ps.membership import Event, WorkerProgress
 from kerasdist.ps.server.batch_queue import REMEMBERED

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from kerasdist import errors
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded, ChannelSilent, Message
-from kerasdist.ps.client.communicator import Build, ServerJob
+from kerasdist.ps.client.server_communicator import Build, ServerJob
 from kerasdist.ps.server.handler import MOST_BYTES, Goodbye
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline, Timeouts

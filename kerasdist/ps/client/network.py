@@ -15,13 +15,13 @@ from kerasdist import errors
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, ChannelEnded
 from kerasdist.ps.channel.socket_channel import SocketChannel
-from kerasdist.ps.client.communicator import ServerJob
 from kerasdist.ps.client.connection import (
     GRACE_SECONDS,
     JOIN_SECONDS,
     Roster,
     ServerConnection,
 )
+from kerasdist.ps.client.server_communicator import ServerJob
 from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import WorkerRecord
 from kerasdist.ps.server.handler import Goodbye

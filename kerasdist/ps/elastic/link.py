@@ -15,7 +15,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.groups import Connected
 from kerasdist.ps.client.client import ServerClient
-from kerasdist.ps.client.connect import connect_servers
+from kerasdist.ps.client.connect_servers import connect_servers
 from kerasdist.ps.elastic.search import Refused, Search, agreed, names
 from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.server.server import session_name

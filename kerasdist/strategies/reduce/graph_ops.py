@@ -22,7 +22,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.graph.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.fused_buffer import sum_gradients
+from kerasdist.collectives.checked import sum_gradients
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.strategies.job import StrategyJob
 

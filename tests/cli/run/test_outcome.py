@@ -16,8 +16,8 @@ from kerasdist.cli.run.elastic import outcome as elastic_outcome
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.options import ElasticOptions
 from kerasdist.cli.run.elastic.outcome import Restarts
-from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.spawn import Started
+from kerasdist.cli.run.task_processes import JobSpec
 from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter
 from kerasdist.transport.log import background_log

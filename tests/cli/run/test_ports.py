@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from kerasdist.cli.run.job import JobSpec
 from kerasdist.cli.run.ports import JobPorts
+from kerasdist.cli.run.task_processes import JobSpec
 
 
 @pytest.fixture

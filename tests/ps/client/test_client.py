@@ -9,7 +9,7 @@ import pytest
 
 from groups import in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.collectives.fused_buffer import sum_gradients
+from kerasdist.collectives.checked import sum_gradients
 from kerasdist.ps import Rows, Variable
 from pace import bound
 from servers import Servers

@@ -164,7 +164,7 @@ PRINTS = {
     "kerasdist/cli/doctor/command.py",
     "kerasdist/cli/env.py",
     "kerasdist/cli/console.py",
-    "kerasdist/cli/plan.py",
+    "kerasdist/cli/plan_command.py",
     "kerasdist/cli/run/bootstrap.py",
     "kerasdist/cli/run/outcome.py",
 }

@@ -7,8 +7,8 @@ its log, or shown with its tag.
 
 from __future__ import annotations
 
-from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.output import LineTagger, OutputPump, WholeLines
+from kerasdist.cli.run.task_processes import JobSpec, TaskProcess
 
 _MOST_KEPT = 64 * 1024
 

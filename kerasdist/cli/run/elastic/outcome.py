@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.elastic.chief_output import ChiefOutput
 from kerasdist.cli.run.elastic.options import ElasticOptions
-from kerasdist.cli.run.job import JobSpec, TaskProcess
 from kerasdist.cli.run.outcome import (
     JobOutcome,
     exit_code,
@@ -27,6 +26,7 @@ from kerasdist.cli.run.outcome import (
 )
 from kerasdist.cli.run.ports import JobPorts
 from kerasdist.cli.run.spawn import Started
+from kerasdist.cli.run.task_processes import JobSpec, TaskProcess
 from kerasdist.transport.liveness.failure_protocol import EndedTaskList
 from kerasdist.transport.liveness.launcher_pipe import Members, Notice, Report
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from kerasdist.cli.run.gpus import find
 from kerasdist.cli.run.hosts import probe
-from kerasdist.cli.run.hosts.options import HostOptions
+from kerasdist.cli.run.hosts.host_options import HostOptions
 from kerasdist.cli.run.hosts.places import Host, Place, assign
 from kerasdist.cli.run.hosts.reach import Reach, program_text
 from kerasdist.cli.run.hosts.tasks import TasksOnHosts

@@ -25,7 +25,7 @@ from kerasdist.cli.console import print_line
 from kerasdist.cli.run.hosts import probe
 from kerasdist.cli.run.hosts.places import Host
 from kerasdist.cli.run.hosts.reach import is_here
-from kerasdist.cli.run.nodes.options import NodeOptions
+from kerasdist.cli.run.nodes.node_options import NodeOptions
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.base import Connection

@@ -33,7 +33,7 @@ def report(owner, name, before=None, after=None):
         return result
     setattr(owner, name, call)
 
-report(connecting, "survey", "listening", "asked")
+report(connecting, "discover_members", "listening", "asked")
 report(session, "gather", "gathering", "gathered")
 report(session, "report", "reporting", "reported")
 report(session.Session, "dial", "dialing", "dialed")

@@ -13,11 +13,11 @@ from workers import Workers
 # A process sends itself SIGSTOP before it asks others if its rank is among the frozen.
 SLOW = """
 from kerasdist.collectives.elastic.job import ElasticJob
-from kerasdist.collectives.elastic.membership.lines import Lines
+from kerasdist.collectives.elastic.membership.lines import PeerMessenger
 
 again = os.path.exists(f"{options['folder']}/{me}")
 open(f"{options['folder']}/{me}", "w").close()
-ask, asked = Lines.ask, []
+ask, asked = PeerMessenger.ask, []
 
 @functools.wraps(ask)
 def call(lines, number, *args):
@@ -30,7 +30,7 @@ def call(lines, number, *args):
         time.sleep(0.5)
     return ask(lines, number, *args)
 
-Lines.ask = call
+PeerMessenger.ask = call
 begin_job = ElasticJob.begin
 
 @functools.wraps(begin_job)

@@ -2,7 +2,7 @@
 
 1. The workers meet as for "tcp": secret, failure detector, a ring.
 2. Each starts TensorFlow's gRPC server, and adds the others to its cluster
-   (`kerasdist.strategies.native.communicator`).
+   (`kerasdist.strategies.native.native_communicator`).
 3. From then on TensorFlow transfers gradients, directly from graphs
    (`kerasdist.strategies.native.graph_ops`). Numpy arrays are sent by the ring.
 """
@@ -249,7 +249,7 @@ def group_options(key: int, size: int, device: str) -> dict[str, Any]:
         "group_size": size,
         "group_key": key,
         "communication_hint": communication_hint(device),
-        # See `kerasdist.strategies.native.communicator`.
+        # See `kerasdist.strategies.native.native_communicator`.
         "timeout_seconds": 0,
     }
 

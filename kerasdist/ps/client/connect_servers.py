@@ -15,9 +15,9 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.failures import copy_to_raise
 from kerasdist.ps.channel.channel import Channel, memory_pair
 from kerasdist.ps.client.client import TRANSPORTS, ServerClient
-from kerasdist.ps.client.communicator import ServerJob
 from kerasdist.ps.client.connection import JOIN_SECONDS, Roster, ServerConnection
 from kerasdist.ps.client.network import NetworkConnection
+from kerasdist.ps.client.server_communicator import ServerJob
 from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Event, WorkerRecord
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
