@@ -481,3 +481,24 @@ def test_two_hosts_says_what_it_needs():
     )
     assert done.returncode == 2
     assert "two host names. Received: alpha" in done.stderr
+
+
+def test_the_questions_of_contributing_are_answered_by_files_that_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = page.split("## Where is what?")[1].split("\n## ")[0]
+    paths = re.findall(r"`((?:kerasdist|callbacks)/[\w/.]+)`", table)
+    assert len(paths) >= 8
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    for path, names in re.findall(r"`([\w/]+\.py)`: (`.*?`) \|", table):
+        for name in re.findall(r"`(\w+)`", names):
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_the_pages_stay_short():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    words = {
+        page.name: len(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).split())
+        for page in pages
+        if (text := page.read_text(encoding="utf-8"))
+    }
+    assert sum(words.values()) <= 36_000, words

@@ -23,7 +23,7 @@ from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import (
     Arrival,
-    WorkerRecord,
+    StartupRecord,
     gather,
     host_key,
     report,
@@ -93,7 +93,7 @@ class Session:
             self._number.release(used=False)
             raise
         try:
-            self._me = WorkerRecord(
+            self._me = StartupRecord(
                 rank=self.rank,
                 address=address,
                 host=host or host_key(),
@@ -114,7 +114,7 @@ class Session:
                 found = gather(arrival, deadline, self._listener)
             else:
                 found = report(arrival, deadline)
-            self.members: tuple[WorkerRecord, ...] = found[0]
+            self.members: tuple[StartupRecord, ...] = found[0]
             self.controls = found[1]
         except BaseException:
             self._number.release(used=False)

@@ -3,7 +3,7 @@
 C: rank 0, the chief      W: every other rank
 
 1. W -> C   connect to the chief's address, handshake, hello with W's record
-            (`WorkerRecord`), its settings and how long it waits; repeated until the
+            (`StartupRecord`), its settings and how long it waits; repeated until the
             deadline
 2. C        waits for all ranks, no longer than any of them; checks that all
             have the same settings
@@ -58,7 +58,7 @@ def host_key() -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerRecord:
+class StartupRecord:
     """The record of one worker.
 
     Attributes:
@@ -83,7 +83,7 @@ class WorkerRecord:
         return Peer(self.rank, self.address)
 
     @classmethod
-    def from_json(cls, value: Any) -> WorkerRecord:
+    def from_json(cls, value: Any) -> StartupRecord:
         """Return the member that `dataclasses.asdict` wrote.
 
         Raises:
@@ -124,7 +124,7 @@ class Arrival:
     """
 
     session: str
-    me: WorkerRecord
+    me: StartupRecord
     settings: dict[str, Any]
     addresses: tuple[str, ...]
     secret: bytes
@@ -133,7 +133,7 @@ class Arrival:
 
 def report(
     arrival: Arrival, deadline: Deadline
-) -> tuple[tuple[WorkerRecord, ...], dict[int, Connection]]:
+) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
     """Connect to the chief: steps 1 and 3 of a worker that isn't the chief.
 
     Returns:
@@ -145,7 +145,7 @@ def report(
     chief = arrival.addresses[0]
     connected = threading.Event()
 
-    def attempt() -> tuple[tuple[WorkerRecord, ...], dict[int, Connection]]:
+    def attempt() -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
         hello = {
             "session": arrival.session,
             "purpose": "control",
@@ -165,7 +165,7 @@ def report(
             records = answer.get("members")
             if kind is not FrameType.ROSTER or not isinstance(records, list):
                 raise unexpected(kind)
-            members = tuple(WorkerRecord.from_json(record) for record in records)
+            members = tuple(StartupRecord.from_json(record) for record in records)
             if [m.rank for m in members] != list(range(len(arrival.addresses))):
                 raise errors.ProtocolError("The roster doesn't hold all ranks.")
             if any(m.address != arrival.addresses[m.rank] for m in members):
@@ -203,14 +203,14 @@ class _PendingPeer:
     """A worker that is connected to the chief and waits for the others."""
 
     connection: Connection
-    member: WorkerRecord
+    member: StartupRecord
     settings: object
     patience: Deadline
 
 
 def gather(
     arrival: Arrival, deadline: Deadline, listener: Listener
-) -> tuple[tuple[WorkerRecord, ...], dict[int, Connection]]:
+) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
     """Wait for all workers: steps 2 and 3, on the chief.
 
     Returns:
@@ -331,7 +331,7 @@ def _receive(
     hello: dict[str, Any],
     addresses: tuple[str, ...],
 ) -> _PendingPeer:
-    member = WorkerRecord.from_json(hello.get("member"))
+    member = StartupRecord.from_json(hello.get("member"))
     seconds = hello.get("seconds")
     if not 0 < rank < len(addresses) or member.rank != rank:
         raise errors.ProtocolError(f"There is no such rank. Received: rank={rank}.")
@@ -345,7 +345,7 @@ def _receive(
     return _PendingPeer(connection, member, hello.get("settings"), Deadline(seconds))
 
 
-def _twice(older: WorkerRecord, newer: WorkerRecord) -> str:
+def _twice(older: StartupRecord, newer: StartupRecord) -> str:
     return (
         f"Two processes connected as rank {older.rank}. Received: process {older.pid} "
         f"(this one) and process {newer.pid}, which connected later and takes part. "

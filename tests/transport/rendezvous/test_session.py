@@ -28,7 +28,7 @@ from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous import waiting_notice
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.startup import WorkerRecord
+from kerasdist.transport.rendezvous.startup import StartupRecord
 from kerasdist.transport.wire.framing import FrameType
 from pace import bound
 from waiting import wait_until
@@ -349,7 +349,7 @@ def test_a_session_needs_two_workers():
 
 
 def hello_of(session, addresses, number, pid=4242, **changes):
-    member = WorkerRecord(
+    member = StartupRecord(
         rank=number,
         address=addresses[number],
         host="x",
@@ -357,7 +357,9 @@ def hello_of(session, addresses, number, pid=4242, **changes):
         pid=pid,
         replicas=1,
     )
-    record = {name: getattr(member, name) for name in WorkerRecord.__dataclass_fields__}
+    record = {
+        name: getattr(member, name) for name in StartupRecord.__dataclass_fields__
+    }
     hello = {"session": session, "purpose": "control", "rank": number}
     hello["member"] = record
     return hello | {"settings": {}, "seconds": 20.0} | changes
