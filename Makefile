@@ -141,7 +141,7 @@ engines: $(VENV)/.test manifests .venv-engines/.created
 
 # The variable: no advertisement of the theme's authors.
 docs: .venv-docs/.created
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	REPOSITORY=$(REPOSITORY) NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 soak: $(VENV)/.test viewers manifests .venv-docs/.created
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(PYTEST_ARGS)

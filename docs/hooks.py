@@ -36,7 +36,12 @@ _sources: list[tempfile.TemporaryDirectory[str]] = []
 
 @event_priority(100)  # before mkdocstrings looks at its settings
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lay out the sources as they are installed: callbacks/ inside of the package."""
+    """Show the version; lay out the sources as they are installed.
+
+    callbacks/ is inside of the package then.
+    """
+    text = (ROOT / "kerasdist/_version.py").read_text(encoding="utf-8")
+    config.site_name += " " + text.split("__version__ = ")[1].strip().strip('"')
     folder = tempfile.TemporaryDirectory(prefix="kerasdist-docs-")
     _sources.append(folder)
     package = Path(folder.name) / "kerasdist"

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import kerasdist
 from browser import chromium, need, need_browser, wait_for
 from pace import bound
 from places import ROOT
@@ -85,6 +86,11 @@ def test_links_that_leave_the_folder_of_pages_lead_to_pages(site):
     assert 'href="repository/kerasdist/transport/membership/machine.py.html"' in page
     for page in site.rglob("*.html"):
         assert 'href="../kerasdist/' not in page.read_text(encoding="utf-8")
+
+
+def test_the_head_names_the_version(site):
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert f"<title>kerasdist {kerasdist.__version__}" in page
 
 
 def test_the_api_page_shows_arguments_and_their_descriptions(site):
