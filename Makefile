@@ -22,7 +22,7 @@
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
 #   bench-board-cost, bench-epoch-check, bench-chief-data, bench-elastic, bench-heartbeats,
-#   bench-membership, bench-tls, bench-local-replicas
+#   bench-membership, bench-tls, bench-local-replicas, bench-rivals
 #                 measure one claim: see the folder in benchmarks/
 #   make gpu-check  what kerasdist does on the GPUs of this machine: a table to be sent
 #                 to the authors
@@ -76,7 +76,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
 .PHONY: bench-board-cost bench-epoch-check bench-chief-data bench-heartbeats bench-membership
-.PHONY: bench-elastic bench-tls bench-local-replicas gpu-check
+.PHONY: bench-elastic bench-tls bench-local-replicas bench-rivals gpu-check
 .PHONY: test-versions test-oldest test-newest test-next test-pages figures size
 .DEFAULT_GOAL := test
 
@@ -227,6 +227,9 @@ bench-placed-overhead: $(VENV)/.bench
 bench-board-cost: $(VENV)/.bench
 	$(BIN)/python benchmarks/board_cost/run.py
 
+bench-rivals: $(VENV)/.bench .venv-rivals/.created
+	$(BIN)/python benchmarks/rivals/run.py --torch .venv-rivals/bin/python
+
 bench-epoch-check: $(VENV)/.bench
 	$(BIN)/python benchmarks/epoch_check/run.py
 
@@ -255,7 +258,7 @@ wheel: $(VENV)/.test
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf demo-board gpu-check $(VENV) .venv-oldest .venv-newest .venv-torch .venv-legacy .venv-viewers .venv-manifests .venv-engines .venv-docs .venv-lock build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo-board gpu-check $(VENV) .venv-oldest .venv-newest .venv-torch .venv-rivals .venv-legacy .venv-viewers .venv-manifests .venv-engines .venv-docs .venv-lock build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.created:
@@ -282,6 +285,13 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKA
 	rm -rf .venv-torch
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python $(INSTALL) numpy torch==2.13.0
+	touch $@
+
+# A nightly: no release of Keras has `keras.distribution` on torch yet.
+.venv-rivals/.created:
+	rm -rf .venv-rivals
+	$(PYTHON) -m venv .venv-rivals
+	.venv-rivals/bin/python -m pip install --quiet numpy torch==2.14.1 keras-nightly==3.16.0.dev2026102704
 	touch $@
 
 .venv-legacy/.created: $(CONSTRAINTS)
