@@ -168,3 +168,26 @@ result([line for line in lines if "'odd'" in line])
     assert len(first) == 1
     assert "its result may differ from that of one process" in first[0]
     assert second == []
+
+
+def test_ends_of_data_that_keras_counts_as_steps_are_told_of(run):
+    """Also with `verbose=0`: Adam's updates differ from plain Keras's."""
+    first, second = run("""
+import logging
+lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
+handler.emit = lambda record: lines.append(record.getMessage())
+logger.addHandler(handler)
+logger.setLevel(logging.INFO)
+made = model()
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+made.fit(data, epochs=2, verbose=0)
+known = len(lines)
+made.fit(data.filter(lambda x, y: True), epochs=2, verbose=0)
+logger.removeHandler(handler)
+logger.setLevel(logging.NOTSET)
+result([int(made.optimizer.iterations), [
+    number >= known for number, line in enumerate(lines)
+    if "counts the steps that were taken" in line]])
+""")
+    assert first == [12, [True]]
+    assert second == [12, []]

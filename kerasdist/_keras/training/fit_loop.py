@@ -336,13 +336,13 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
         )
     if hooks.workers.rank == 0 and current.fitting > 1:
         status.info("%s", _start_line(hooks, trainer))
-        if dynamic is None and hooks.data.length_unknown:
-            hooks.log_once(
-                "ends of data",
-                "The number of batches isn't known: `optimizer.iterations` counts the "
-                "steps that were taken. Plain Keras counts the end of data, too, in "
-                "each epoch, which changes Adam's updates. See docs/limits.md.",
-            )
+    if dynamic is None and hooks.data.length_unknown:
+        hooks.log_once(
+            "ends of data",
+            "The number of batches isn't known: `optimizer.iterations` counts the "
+            "steps that were taken. Plain Keras counts the end of data, too, in "
+            "each epoch, which changes Adam's updates. See docs/limits.md.",
+        )
     return None
 
 
