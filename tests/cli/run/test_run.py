@@ -503,8 +503,8 @@ def test_ctrl_c_on_a_terminal(launcher, terminal):
     opened = terminal(
         *("-n", 3, "script.py"),
         script="""
-        mark(f"up-{rank}", os.getpid())
         try:
+            mark(f"up-{rank}", os.getpid())  # from then on Ctrl-C may come
             wait_for("never")
         except KeyboardInterrupt:
             time.sleep(0.3)  # a second one would break this off

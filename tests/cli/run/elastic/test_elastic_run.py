@@ -190,8 +190,8 @@ def test_ctrl_c_on_a_terminal_reaches_a_restarted_chief_once(launcher):
     incarnation = os.environ["KERASDIST_INCARNATION"]
     if (rank, incarnation) == (0, "0") and os.fork() == 0:
         wait_for("never")  # it must not hold the port
-    mark(f"up-{rank}-{incarnation}", os.getpid())
     try:
+        mark(f"up-{rank}-{incarnation}", os.getpid())  # from then on Ctrl-C may come
         wait_for("never")
     except KeyboardInterrupt:
         time.sleep(0.3)  # a second one would break this off
