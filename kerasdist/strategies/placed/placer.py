@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,10 +83,14 @@ def _merge_slices(gradient: Any, marks: Any) -> Any:
         or not marks.calls
     ):
         return gradient
-    parts = parts_of_operations(gradient.values.graph, marks.found)
+
+    @functools.cache
+    def parts() -> dict[Any, Any]:
+        # Only if there are constants: it goes through the whole graph.
+        return parts_of_operations(gradient.values.graph, marks.found)
 
     def micro_batch_of(tensor: Any) -> tuple[int, int] | None:
-        part = parts.get(tensor.op)
+        part = parts().get(tensor.op)
         return None if part is None else (part.call, part.number)
 
     return merge_micro_batches(gradient, micro_batch_of)
