@@ -185,16 +185,19 @@ def _collect(
         last = listener.refusals()[-1:]
         return Sight(missing, ", ".join(["host 0", *here]), "".join(last))
 
+    def drop_those_that_left() -> None:
+        # One that was killed while it waited may come again, to its place.
+        for rank in [r for r, (each, _) in named.items() if _has_left(each)]:
+            del named[rank]
+        unnamed[:] = [each for each in unnamed if not _has_left(each[0])]
+
     with contextlib.ExitStack() as undo:
         listener = Listener.acquire(options.rendezvous, secret, float(options.seconds))
         undo.callback(listener.release)
         listener.enter(_SESSION)
         undo.enter_context(waiting.notice("host 0", look, goal=options.rendezvous))
         while True:
-            # One that was killed while it waited may come again, to its place.
-            for rank in [r for r, (each, _) in named.items() if _has_left(each)]:
-                del named[rank]
-            unnamed[:] = [each for each in unnamed if not _has_left(each[0])]
+            drop_those_that_left()
             if len(named) + len(unnamed) == options.count - 1:
                 break
             if options.only_looks and not waiting.rest:
@@ -203,6 +206,8 @@ def _collect(
                 f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
             )
             arrived = listener.pending.take_any(_SESSION, _PURPOSE, _AGAIN_SECONDS)
+            # One that arrives may have been killed, and started again, in that time.
+            drop_those_that_left()
             for rank, connection, hello in arrived:
                 undo.callback(connection.close)
                 here = [mine, *(each[1] for each in (*named.values(), *unnamed))]

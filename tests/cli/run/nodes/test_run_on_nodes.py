@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,11 @@ SOON = (
     "from kerasdist.transport.rendezvous import waiting_notice as w; "
     "w.FIRST_SECONDS = w.AGAIN_SECONDS = 0.5"
 )
+# Host 0 looks only when a host arrives: then the one that it replaces has just left.
+SELDOM = (
+    f"{SOON}; from kerasdist.cli.run.nodes import rendezvous; "
+    "rendezvous._AGAIN_SECONDS = 60.0"
+)
 
 
 def test_launchers_say_for_whom_they_wait(
@@ -192,32 +198,36 @@ def test_launchers_say_for_whom_they_wait(
 
     Before, the launcher of host 1 is killed, and started again: it takes its place.
     """
-    jobs = {}
+    jobs: dict[int, subprocess.Popen[str]] = {}
     lines: dict[int, str] = {}
-    for host, expected in ((1, "Missing: host 0: "), (0, "Here: host 0, host 1 (")):
+
+    def started(host: int, expected: str, before: str = SOON) -> None:
+        """Start a launcher, and read its lines up to an expected one."""
         options = nodes(hosts, 3, host)
         jobs[host] = launchers[host].start(
-            *("-n", 1, *options, "script.py"), script=SHOW, before=SOON
+            *("-n", 1, *options, "script.py"), script=SHOW, before=before
         )
         lines[host] = ""
         while expected not in lines[host]:
             lines[host] = jobs[host].stderr.readline()
             assert lines[host], "it has ended"
-    connected = ""
-    while "host 0 waits for them" not in connected:
-        connected = jobs[1].stderr.readline()
-        assert connected, "it has ended"
+
+    started(1, "Missing: host 0: ")
+    alone = lines[1]
+    started(0, "Here: host 0, host 1 (", SELDOM)
+    while "host 0 waits for them" not in lines[1]:
+        lines[1] = jobs[1].stderr.readline()
+        assert lines[1], "it has ended"
     jobs[1].kill()
     jobs[1].communicate(timeout=bound(30))
-    for host in (1, 2):
-        options = nodes(hosts, 3, host)
-        jobs[host] = launchers[host].start(
-            *("-n", 1, *options, "script.py"), script=SHOW
-        )
+    started(1, "host 0 waits for them")
+    jobs[2] = launchers[2].start(
+        *("-n", 1, *nodes(hosts, 3, 2), "script.py"), script=SHOW
+    )
     assert [code for code, _, _ in ends(list(jobs.values()))] == [0, 0, 0]
-    assert lines[1].startswith("kerasdist run: host 1 has been waiting for host 0 (")
-    assert "connection refused: nothing listens there." in lines[1]
-    assert "s (--start-timeout)." in lines[1]
+    assert alone.startswith("kerasdist run: host 1 has been waiting for host 0 (")
+    assert "connection refused: nothing listens there." in alone
+    assert "s (--start-timeout)." in alone
     assert lines[0].startswith(
         "kerasdist run: host 0 has been waiting for 1 of 3 hosts"
     )
