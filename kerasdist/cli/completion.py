@@ -1,101 +1,18 @@
-"""The command `kerasdist completion`: prints a shell's script."""
+"""The command `kerasdist completion`: prints a shell's script.
+
+The script has the words that can follow `kerasdist`, as the parsers know them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-# The words that can follow `kerasdist` on the command line, as parsers know them.
+from kerasdist.cli.console import add_command
 
 # Their script isn't an argument that the parser knows.
 _WITH_SCRIPT = ("run",)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Option:
-    """An option of a command.
-
-    Attributes:
-        names: All its names.
-        help: Its description.
-        has_value: Whether a word follows it.
-        choices: The words that may follow; empty: any.
-    """
-
-    names: tuple[str, ...]
-    help: str
-    has_value: bool
-    choices: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Command:
-    """A command of `kerasdist`.
-
-    Attributes:
-        name: Its name.
-        help: Its description.
-        options: Its options.
-        words: The words that may stand without an option; empty: none, or any.
-        has_script: Whether a script's name may follow.
-        ends: Whether what follows the script belongs to it.
-    """
-
-    name: str
-    help: str
-    options: tuple[Option, ...]
-    words: tuple[str, ...]
-    has_script: bool
-    ends: bool
-
-
-def read_commands(
-    parsers: Mapping[str, argparse.ArgumentParser], helps: Mapping[str, str]
-) -> list[Command]:
-    """Return the commands.
-
-    Args:
-        parsers: The parser of each command.
-        helps: The description of each command.
-    """
-    return [
-        _read_command(name, parser, helps.get(name, ""))
-        for name, parser in parsers.items()
-    ]
-
-
-def _read_command(name: str, parser: argparse.ArgumentParser, text: str) -> Command:
-    options: list[Option] = []
-    words: list[str] = []
-    has_script = name in _WITH_SCRIPT
-    # argparse has no public list of them; other tools read this one, too.
-    for action in parser._actions:
-        choices = tuple(map(str, action.choices or ()))
-        if action.option_strings:
-            options.append(
-                Option(
-                    names=tuple(action.option_strings),
-                    help=(action.help or "").replace("%%", "%"),
-                    has_value=action.nargs != 0,
-                    choices=choices,
-                )
-            )
-        else:
-            words += choices
-            has_script = has_script or not choices
-    return Command(
-        name=name,
-        help=text,
-        options=tuple(options),
-        words=tuple(words),
-        has_script=has_script,
-        ends=name in _WITH_SCRIPT,
-    )
-
-
-# The scripts by which bash, zsh and fish complete `kerasdist`'s words.
-
 SHELLS = ("bash", "zsh", "fish")
 # Also run by zsh, as bash would. Without a reply the shell completes names of files.
 _BASH = """\
@@ -144,82 +61,108 @@ _ZSH = """\
 (( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit }}
 autoload -Uz bashcompinit && bashcompinit
 {bash}"""
+_FISH_FIRST = "complete -c kerasdist -n __fish_use_subcommand"
 
 
-def script_for(shell: str, commands: Sequence[Command]) -> str:
-    """Return the script for one of `SHELLS`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Command:
+    """A command of `kerasdist`.
 
-    Args:
-        shell: The shell.
-        commands: The commands of `kerasdist`.
+    Attributes:
+        name: Its name.
+        help: Its description.
+        options: Its options; those without a value have `nargs` 0.
+        words: The words that may stand without an option; empty: none, or any.
+        has_script: Whether a script's name may follow.
     """
-    if shell == "fish":
-        return _fish(commands)
-    bash = _BASH.format(
-        commands=" ".join([*(each.name for each in commands), "--help", "--version"]),
-        cases="\n".join(map(_bash_case, commands)),
-    )
-    return bash if shell == "bash" else _ZSH.format(bash=bash)
 
+    name: str
+    help: str
+    options: list[argparse.Action]
+    words: str
+    has_script: bool
 
-def _bash_case(command: Command) -> str:
-    names = [name for option in command.options for name in option.names]
-    valued = [
-        name for option in command.options if option.has_value for name in option.names
-    ]
-    other = " ".join(command.words or names)
-    files = "after" if command.ends else "yes" if command.has_script else ""
-    choices = "\n".join(
-        f'        {" | ".join(option.names)}) words="{" ".join(option.choices)}" ;;'
-        for option in command.options
-        if option.choices
-    )
-    if choices:
-        choices = f'        case "$previous" in\n{choices}\n        esac\n'
-    return (
-        f"    {command.name})\n"
-        f'        options="{" ".join(names)}"\n'
-        f'        valued="{" ".join(valued)}"\n'
-        f'        other="{other}"\n'
-        f'        files="{files}"\n'
-        f"{choices}        ;;"
-    )
+    @classmethod
+    def of(cls, name: str, help: str, parser: argparse.ArgumentParser) -> _Command:
+        # argparse has no public list of them; other tools read this one, too.
+        options = [each for each in parser._actions if each.option_strings]
+        others = [each for each in parser._actions if not each.option_strings]
+        return cls(
+            name=name,
+            help=help,
+            options=options,
+            words=" ".join(map(_choices, others)).strip(),
+            has_script=name in _WITH_SCRIPT or any(not o.choices for o in others),
+        )
 
+    def bash_case(self) -> str:
+        """Return the lines of bash that are run for this command."""
+        names = _names(self.options)
+        files = ("after" if self.name in _WITH_SCRIPT else "yes") * self.has_script
+        choices = "".join(
+            f'        {" | ".join(each.option_strings)}) words="{_choices(each)}" ;;\n'
+            for each in self.options
+            if each.choices
+        )
+        if choices:
+            choices = f'        case "$previous" in\n{choices}        esac\n'
+        return (
+            f"    {self.name})\n"
+            f'        options="{names}"\n'
+            f'        valued="{_names([o for o in self.options if o.nargs != 0])}"\n'
+            f'        other="{self.words or names}"\n'
+            f'        files="{files}"\n'
+            f"{choices}        ;;"
+        )
 
-def _fish(commands: Sequence[Command]) -> str:
-    lines = ["complete -c kerasdist -f"]
-    first = "complete -c kerasdist -n __fish_use_subcommand"
-    lines += [f"{first} -l help", f"{first} -l version"]
-    for command in commands:
-        lines.append(f"{first} -a {command.name} -d {_quoted(command.help)}")
-        inside = f"__fish_seen_subcommand_from {command.name}"
-        begin = f"complete -c kerasdist -n '{inside}'"
-        if command.has_script:
+    def fish_lines(self) -> list[str]:
+        """Return the lines of fish that complete this command's words."""
+        begin = f"complete -c kerasdist -n '__fish_seen_subcommand_from {self.name}'"
+        lines = [f"{_FISH_FIRST} -a {self.name} -d {_quoted(self.help)}"]
+        if self.has_script:
             lines.append(f"{begin} -F")
-        if command.words:
-            lines.append(f"{begin} -x -a {_quoted(' '.join(command.words))}")
-        lines += [_fish_option(begin, option) for option in command.options]
-    return "\n".join(lines) + "\n"
+        if self.words:
+            lines.append(f"{begin} -x -a {_quoted(self.words)}")
+        return lines + [f"{begin} {_fish_option(each)}" for each in self.options]
 
 
-def _fish_option(begin: str, option: Option) -> str:
-    words = [begin]
-    for name in option.names:
+def _choices(action: argparse.Action) -> str:
+    return " ".join(map(str, action.choices or ()))
+
+
+def _names(options: Sequence[argparse.Action]) -> str:
+    return " ".join(name for option in options for name in option.option_strings)
+
+
+def _fish_option(option: argparse.Action) -> str:
+    words = []
+    for name in option.option_strings:
         bare = name.lstrip("-")
-        if name.startswith("--"):
-            words.append(f"-l {bare}")
-        else:
-            words.append(f"-s {bare}" if len(bare) == 1 else f"-o {bare}")
+        kind = "l" if name.startswith("--") else "s" if len(bare) == 1 else "o"
+        words.append(f"-{kind} {bare}")
     if option.choices:
-        words.append(f"-x -a {_quoted(' '.join(option.choices))}")
-    elif option.has_value:
+        words.append(f"-x -a {_quoted(_choices(option))}")
+    elif option.nargs != 0:
         words.append("-r -F")
-    return " ".join([*words, "-d", _quoted(option.help)])
+    return " ".join([*words, "-d", _quoted((option.help or "").replace("%%", "%"))])
 
 
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
+
+
+def _script_for(shell: str, commands: Sequence[_Command]) -> str:
+    """Return the script for one of `SHELLS`."""
+    if shell == "fish":
+        lines = [f"{_FISH_FIRST} -l help", f"{_FISH_FIRST} -l version"]
+        lines += [line for each in commands for line in each.fish_lines()]
+        return "\n".join(["complete -c kerasdist -f", *lines, ""])
+    bash = _BASH.format(
+        commands=" ".join([*(each.name for each in commands), "--help", "--version"]),
+        cases="\n".join(each.bash_case() for each in commands),
+    )
+    return bash if shell == "bash" else _ZSH.format(bash=bash)
 
 
 _EPILOG = """\
@@ -231,27 +174,22 @@ examples:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `completion` to the command line, after all others."""
-    parser = commands.add_parser(
+
+    def run(arguments: argparse.Namespace) -> int:
+        # What `add_parser` of each command was given as `help`.
+        helps = {each.dest: each.help or "" for each in commands._choices_actions}
+        known = commands.choices.items()
+        found = [_Command.of(name, helps.get(name, ""), each) for name, each in known]
+        print(_script_for(arguments.shell, found), end="")
+        return 0
+
+    parser = add_command(
+        commands,
         "completion",
+        run,
         help="print a script by which a shell completes kerasdist's words",
         description="Print a script by which bash, zsh or fish completes commands, "
         "options and their values.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("shell", choices=SHELLS)
-    parser.set_defaults(
-        parser=parser, handler=lambda arguments: _run(arguments, commands)
-    )
-
-
-def _run(
-    arguments: argparse.Namespace,
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> int:
-    # What `add_parser` of each command was given as `help`.
-    helps = {each.dest: each.help or "" for each in commands._choices_actions}
-    found = read_commands(commands.choices, helps)
-    print(script_for(arguments.shell, found), end="")
-    return 0

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from kerasdist._version import __version__
@@ -96,6 +96,31 @@ class Parser(argparse.ArgumentParser):
         self.print_usage(sys.stderr)
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise UsageError(message)
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    handler: Callable[[argparse.Namespace], int],
+    **texts: Any,
+) -> argparse.ArgumentParser:
+    """Add a command, and return its parser.
+
+    Args:
+        commands: Takes it.
+        name: Its name.
+        handler: Runs it, and returns the exit code.
+        texts: Its `help`, `description` and so on. With an `epilog`, whose lines are
+            those of a terminal, the description's are kept as they are, too.
+    """
+    layout = argparse.HelpFormatter
+    if "epilog" in texts:
+        layout = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(
+        name, formatter_class=layout, allow_abbrev=False, **texts
+    )
+    parser.set_defaults(parser=parser, handler=handler)
+    return parser
 
 
 _LOG = logging.getLogger("kerasdist.run")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kerasdist.cli.console import add_command
 from kerasdist.errors import PlanError
 from kerasdist.placement.advice import parse_bytes
 from kerasdist.placement.plan import Plan
@@ -83,13 +84,13 @@ examples:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
+        _run,
         help="propose a device for each layer, and check that the model fits",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model",
@@ -146,9 +147,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="print one JSON document instead of the tables, with sizes in bytes",
     )
-    parser.set_defaults(
-        parser=parser, handler=lambda arguments: _run(parser, arguments)
-    )
 
 
 def _number(text: str) -> int:
@@ -171,9 +169,9 @@ def _sizes(text: str) -> int | list[int]:
     return sizes[0] if len(sizes) == 1 else sizes
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    model_fn = _load(parser, arguments.model)
+    model_fn = _load(arguments.parser, arguments.model)
     # TensorFlow takes seconds to import: not before the arguments are right.
     from kerasdist.strategies.plan import plan
 
@@ -194,7 +192,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             arguments.document.update(document_of_error(error))
         return 1
     except ValueError as error:
-        parser.error(str(error))
+        arguments.parser.error(str(error))
     if arguments.document is None:
         print(found)
     else:

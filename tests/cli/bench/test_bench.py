@@ -11,7 +11,7 @@ import pytest
 from kerasdist import cli
 from kerasdist.callbacks.scaling.bottleneck import judge
 from kerasdist.callbacks.scaling.metrics import PHASES, Figures
-from kerasdist.cli.bench import worker
+from kerasdist.cli import bench_worker as worker
 from launching import Launcher
 
 _SCRIPT = """

@@ -6,11 +6,12 @@ import argparse
 import os
 import shlex
 
+from kerasdist.cli.console import add_command
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.launch import check_command
 
 WITH_VALUE = ("--steps",)
-_WORKER = "kerasdist.cli.bench.worker"
+_WORKER = "kerasdist.cli.bench_worker"
 _DESCRIPTION = """\
 Run a training script up to its first `fit`, take some steps of that, and print what one
 step costs by parts (input, compute, packing, communication, waiting, update), how that
@@ -24,13 +25,13 @@ examples:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "bench",
+        _bench,
         help="measure what a step of a script costs, by parts",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         usage="kerasdist bench [-n N | -H HOSTS] [--steps S] [options of run] [--] "
         "(script.py | -m module) [args ...]",
     )
@@ -42,12 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "workers, whose numbers of steps differ, it's one epoch (default: 200)",
     )
     run.add_options(parser)
-    parser.set_defaults(
-        parser=parser, handler=lambda arguments: _bench(parser, arguments)
-    )
 
 
-def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _bench(arguments: argparse.Namespace) -> int:
     faults: list[str] = []
     if not (arguments.steps.isdecimal() and int(arguments.steps) >= 20):
         faults.append(
@@ -56,8 +54,8 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
         )
     command = check_command(arguments.script, os.environ, faults)
     if faults:
-        parser.error("\n  ".join(faults))
+        arguments.parser.error("\n  ".join(faults))
     if arguments.size is None and not (arguments.hosts or arguments.hostfile):
         arguments.size = "1"
     arguments.script = ["-m", _WORKER, arguments.steps, *command]
-    return run.start(parser, arguments)
+    return run.start(arguments.parser, arguments)

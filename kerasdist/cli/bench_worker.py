@@ -1,6 +1,6 @@
 """A worker of `kerasdist bench`: the user's script, with its first `fit` measured.
 
-    python -m kerasdist.cli.bench.worker STEPS (script.py | -m module) [args ...]
+    python -m kerasdist.cli.bench_worker STEPS (script.py | -m module) [args ...]
 
 The figures are those of `ScalingTensorBoard`, which replaces the script's own one, if
 any. After the steps every worker ends as a script does, by `SystemExit`.
