@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from kerasdist._version import __version__
 from kerasdist.cli import bench as bench
 from kerasdist.cli import completion as completion
+from kerasdist.cli import doctor as doctor
 from kerasdist.cli import env as env
 from kerasdist.cli import plan_command as plan
 from kerasdist.cli.console import Parser, json_document
-from kerasdist.cli.doctor import command as doctor
 from kerasdist.cli.run import command as run
 
 __all__ = ["main"]

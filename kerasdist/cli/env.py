@@ -1,34 +1,55 @@
-"""The command `kerasdist env`: collects the parts of the report and prints them."""
+"""The command `kerasdist env`: what this machine and its software are, as a report.
+
+What `kerasdist doctor` judges, and the allocators of `kerasdist run --malloc`, are read
+here, too. Nothing is imported for that, and TensorFlow is asked in a process of its
+own: one that crashes or hangs doesn't affect this process.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes.util
 import fcntl
 import importlib.metadata
 import ipaddress
+import itertools
 import json
 import os
 import platform
 import re
 import resource
+import shutil
+import signal
 import socket
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kerasdist._version import __version__
-from kerasdist.cli.allocator import ALLOCATORS, find_allocator
-from kerasdist.cli.ask_tensorflow import ANSWER, ask_tensorflow, python_command
+from kerasdist.cli.console import add_command
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
 from kerasdist.placement.advice import counted, human_bytes
 
-# The machine of `kerasdist env`: system, cores, memory, limits, network.
+# The machine: system, cores, memory, limits, network.
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_MEMORY = {
+    "total_bytes": "MemTotal",
+    "available_bytes": "MemAvailable",
+    "swap_bytes": "SwapTotal",
+}
+# Files of control groups, of version 1, too.
+_CONTROLS = {
+    "cpu.max": "cores",
+    "memory.max": "memory_limit_bytes",
+    "memory/memory.limit_in_bytes": "memory_limit_bytes",
+    "pids.max": "processes",
+}
 # What control groups of version 1 call unlimited is a little less than 2**63.
 _UNLIMITED = 1 << 60
 _LIMITS = {
@@ -38,6 +59,7 @@ _LIMITS = {
     "locked memory (ulimit -l)": resource.RLIMIT_MEMLOCK,
     "address space (ulimit -v)": resource.RLIMIT_AS,
 }
+_OF_INTERFACE = {"operstate": "{}", "mtu": "MTU {}", "speed": "{} Mbit/s"}
 
 
 def system() -> dict[str, Any]:
@@ -56,26 +78,17 @@ def system() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Return the machine's memory, and that of /dev/shm, in bytes."""
-    found: dict[str, Any] = {}
     lines = dict(
         re.findall(r"^(\w+):\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     )
-    for key, name in (
-        ("total_bytes", "MemTotal"),
-        ("available_bytes", "MemAvailable"),
-        ("swap_bytes", "SwapTotal"),
-    ):
-        if name in lines:
-            found[key] = int(lines[name]) * 1024
+    found: dict[str, Any] = {
+        key: int(lines[name]) * 1024 for key, name in _MEMORY.items() if name in lines
+    }
     try:
-        shm = os.statvfs("/dev/shm")
+        shm = shutil.disk_usage("/dev/shm")
     except OSError as error:
         return {**found, "/dev/shm": {"unreadable": str(error)}}
-    found["/dev/shm"] = {
-        "total_bytes": shm.f_blocks * shm.f_frsize,
-        "free_bytes": shm.f_bavail * shm.f_frsize,
-    }
-    return found
+    return {**found, "/dev/shm": {"total_bytes": shm.total, "free_bytes": shm.free}}
 
 
 def control_group(root: str = "/sys/fs/cgroup") -> dict[str, Any]:
@@ -87,28 +100,17 @@ def control_group(root: str = "/sys/fs/cgroup") -> dict[str, Any]:
     top = Path(root)
     own = re.search(r"^0::(.*)$", Path("/proc/self/cgroup").read_text(), re.M)
     folder = top / own[1].lstrip("/") if own is not None else top
-    # In a container the path may be one outside of it: then its own is the root.
-    folders = [each for each in (folder, *folder.parents) if each.is_relative_to(top)]
     found: dict[str, Any] = {}
-    for each in folders:
-        for key, name in (
-            ("cpu.max", "cpu.max"),
-            ("memory_limit_bytes", "memory.max"),
-            ("memory_limit_bytes", "memory/memory.limit_in_bytes"),
-            ("processes", "pids.max"),
-        ):
+    # In a container the path may be one outside of it: then its own is the root.
+    for each in (folder, *folder.parents):
+        for name, key in _CONTROLS.items() if each.is_relative_to(top) else ():
+            # "max" isn't a number: there is no limit.
             with contextlib.suppress(OSError, ValueError):
-                text = (each / name).read_text().strip()
-                if text.startswith("max"):
-                    continue
-                value: Any = int(text) if text.isdecimal() else text
-                if key == "cpu.max":
-                    quota, period = text.split()
-                    key, value = "cores", int(quota) / int(period)
-                if key == "memory_limit_bytes" and value > _UNLIMITED:
-                    continue
+                number, *period = map(int, (each / name).read_text().split())
+                value = number / period[0] if period else number
                 # Each may only lower what those above it allow.
-                found[key] = min(value, found.get(key, value))
+                if value <= _UNLIMITED:
+                    found[key] = min(value, found.get(key, value))
     return found or {"limits": "none"}
 
 
@@ -132,18 +134,14 @@ def network() -> dict[str, Any]:
     """
     found: dict[str, Any] = {"host name": socket.gethostname()}
     for _, name in socket.if_nameindex():
-        folder = Path("/sys/class/net") / name
-        words = []
-        for file in ("operstate", "mtu", "speed"):
+        words = _addresses(name)
+        for file, form in _OF_INTERFACE.items():
             # A speed can't be read where there is none.
             with contextlib.suppress(OSError):
-                text = (folder / file).read_text().strip()
-                prefix, unit = {"mtu": ("MTU ", ""), "speed": ("", " Mbit/s")}.get(
-                    file, ("", "")
-                )
+                text = Path("/sys/class/net", name, file).read_text().strip()
                 if text != "-1":
-                    words.append(f"{prefix}{text}{unit}")
-        found[name] = ", ".join([*_addresses(name), *words])
+                    words.append(form.format(text))
+        found[name] = ", ".join(words)
     return found
 
 
@@ -215,20 +213,20 @@ def hide_secrets(value: Any, environ: Mapping[str, str]) -> Any:
         key=len,
         reverse=True,
     )
-    return _each_text(value, lambda text: _replaced(text, secrets))
 
+    def without(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, HIDDEN)
+        return _without_inside(text)
 
-def _replaced(text: str, secrets: list[str]) -> str:
-    for secret in secrets:
-        text = text.replace(secret, HIDDEN)
-    return _without_inside(text)
+    return _each_text(value, without)
 
 
 def _without(text: str) -> str:
     """Return a variable's value with the secrets in it hidden."""
     if text.lstrip().startswith(("{", "[")):
         try:
-            return json.dumps(_without_keys(json.loads(text)))
+            return json.dumps(_each_text(json.loads(text), _without, _IS_SECRET.search))
         except (ValueError, RecursionError):
             pass  # it isn't JSON
     return _without_inside(text)
@@ -238,36 +236,39 @@ def _without_inside(text: str) -> str:
     return _IN_ADDRESS.sub(rf"\1{HIDDEN}@", _INSIDE.sub(rf"\1{HIDDEN}", text))
 
 
-def _without_keys(value: Any) -> Any:
+def _each_text(
+    value: Any,
+    change: Callable[[str], str],
+    hides: Callable[[str], object] = lambda key: False,
+) -> Any:
+    """Return a value with all its texts changed, and those of some keys hidden."""
     if isinstance(value, dict):
         return {
-            key: HIDDEN if _IS_SECRET.search(key) else _without_keys(each)
+            key: HIDDEN if hides(key) else _each_text(each, change, hides)
             for key, each in value.items()
         }
     if isinstance(value, list):
-        return [_without_keys(each) for each in value]
-    return _without(value) if isinstance(value, str) else value
-
-
-def _each_text(value: Any, change: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _each_text(each, change) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_each_text(each, change) for each in value]
+        return [_each_text(each, change, hides) for each in value]
     return change(value) if isinstance(value, str) else value
 
 
-# The software of `kerasdist env`: versions, extras, TensorFlow's devices.
+# The software: versions, extras, allocators, TensorFlow's devices.
 
-_PACKAGES = (
-    *("tensorflow", "tensorflow-cpu", "tf-nightly", "keras", "keras-nightly"),
-    *("numpy", "tensorboard", "protobuf", "h5py", "ml_dtypes", "mpi4py"),
-)
+# The names under which what kerasdist needs may be installed.
+DISTRIBUTIONS = {
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly"),
+    "keras": ("keras", "keras-nightly"),
+    "numpy": ("numpy",),
+}
+_OTHERS = ("tensorboard", "protobuf", "h5py", "ml_dtypes", "mpi4py")
+ALLOCATORS = ("jemalloc", "tcmalloc_minimal", "tcmalloc", "mimalloc")
+# What the script prints before its answer, at the beginning of a line.
+_ANSWER = "DEVICES"
 LIST_DEVICES = f"""
 import json
 import tensorflow as tf
 built = tf.sysconfig.get_build_info()
-print("\\n{ANSWER}" + json.dumps({{
+print("\\n{_ANSWER}" + json.dumps({{
     "version": tf.__version__,
     "cuda": built.get("cuda_version"),
     "cudnn": built.get("cudnn_version"),
@@ -278,20 +279,29 @@ print("\\n{ANSWER}" + json.dumps({{
     ],
 }}))
 """
+LISTING = (sys.executable, "-P", "-c", LIST_DEVICES)
 
 
-def versions() -> dict[str, Any]:
+def version_of(*names: str) -> str | None:
+    """Return the version of the first package that is installed; None if none is."""
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
+
+
+def versions() -> dict[str, str]:
     """Return the versions of Python and of packages; nothing is imported."""
     found = {
         "kerasdist": __version__,
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "executable": sys.executable,
     }
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    for name in ("tensorflow", "keras", "numpy"):
-        if not any(key.startswith(name) or key == "tf-nightly" for key in found):
+    for name in (*itertools.chain(*DISTRIBUTIONS.values()), *_OTHERS):
+        if (version := version_of(name)) is not None:
+            found[name] = version
+    for name, names in DISTRIBUTIONS.items():
+        if not found.keys() & set(names):
             found[name] = "not installed"
     return found
 
@@ -307,21 +317,83 @@ def extras() -> dict[str, str]:
     return {
         extra: ", ".join(missing) + " missing" if missing else "installed"
         for extra, names in sorted(wanted.items())
-        for missing in [sorted(filter(_is_missing, names))]
+        for missing in [sorted(name for name in names if version_of(name) is None)]
     }
 
 
-def _is_missing(name: str) -> bool:
+def find_allocator() -> str | None:
+    """Return the file name of an installed allocator, as the loader finds it.
+
+    glibc gives the memory of large tensors back to the system when they are dropped
+    and takes it again in the next step, page by page. The `ALLOCATORS` keep it. What
+    is gained depends on the model: `benchmarks/fit`.
+    """
+    return next(filter(None, map(ctypes.util.find_library, ALLOCATORS)), None)
+
+
+def preloading(library: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make the loader load `library` first.
+
+    Args:
+        library: A path, or a name that the loader finds.
+        environ: What is set already: other libraries are loaded after it.
+    """
+    if os.sep in library:
+        library = str(Path(library).resolve())
+    others = environ.get("LD_PRELOAD", "")
+    return {"LD_PRELOAD": f"{library}:{others}" if others else library}
+
+
+def loaded_allocator(environ: Mapping[str, str]) -> str | None:
+    """Return which of `ALLOCATORS` is loaded first; None: the C library's is used."""
+    preload = environ.get("LD_PRELOAD", "")
+    return next((name for name in ALLOCATORS if f"lib{name}." in preload), None)
+
+
+class TensorFlowError(Exception):
+    """TensorFlow can't be imported, or didn't answer in time."""
+
+
+def ask_tensorflow(seconds: float, command: Sequence[str] = LISTING) -> Any:
+    """Return TensorFlow's version and devices, as `LIST_DEVICES` prints them.
+
+    Args:
+        seconds: How long it may take.
+        command: The command that prints them.
+
+    Raises:
+        TensorFlowError: It failed, or took longer.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "1"},
+        start_new_session=True,
+    )
     try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return True
-    return False
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise TensorFlowError(
+            f"TensorFlow didn't list its devices within {seconds:g} s"
+        ) from None
+    finally:
+        # Also its children, if it hangs or has left some behind.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    _, mark, answer = out.decode(errors="replace").rpartition(f"\n{_ANSWER}")
+    if process.returncode != 0 or not mark:
+        last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        how = f"exit code {process.returncode}"
+        raise TensorFlowError(f"TensorFlow can't be imported ({how}): {last[0]}")
+    return json.loads(answer)
 
 
 def gpus(
     seconds: float,
-    command: Sequence[str] | None = None,
+    command: Sequence[str] = LISTING,
     drivers: str = "/proc/driver/nvidia",
 ) -> dict[str, Any]:
     """Return the GPUs that the driver knows, and TensorFlow's devices.
@@ -342,8 +414,7 @@ def gpus(
     if seconds == 0:
         return {**found, "TensorFlow": "not asked (--no-tensorflow)"}
     try:
-        command = command or python_command(LIST_DEVICES)
-        return {**found, "TensorFlow": ask_tensorflow(command, seconds)}
+        return {**found, "TensorFlow": ask_tensorflow(seconds, command)}
     except Exception as error:
         # The driver's part is known all the same.
         return {**found, "TensorFlow": {"unreadable": str(error)}}
@@ -354,13 +425,14 @@ _TENSORFLOW_SECONDS = 60.0
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `env` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "env",
+        _run,
         help="print what a report of a bug needs",
         description="Print versions, machine, limits, network, GPUs, launcher and "
         "environment variables, with secrets hidden, for a report of a bug. A part "
         "that can't be read contains the reason. The exit code is 0.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--no-tensorflow",
@@ -370,7 +442,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document instead of text"
     )
-    parser.set_defaults(parser=parser, handler=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -399,7 +470,10 @@ def report(environ: Mapping[str, str], seconds: float) -> dict[str, Any]:
         "control_group": control_group,
         "limits": limits,
         "network": network,
-        "allocator": lambda: _allocator(environ),
+        "allocator": lambda: {
+            "loaded": loaded_allocator(environ) or "that of the C library",
+            "installed": find_allocator() or "none",
+        },
         "launcher": lambda: _launcher(environ),
         "variables": lambda: shown_variables(environ),
         "gpus": lambda: gpus(seconds),
@@ -414,15 +488,6 @@ def report(environ: Mapping[str, str], seconds: float) -> dict[str, Any]:
             found[name] = {"unreadable": reason}
     shown: dict[str, Any] = hide_secrets(found, environ)
     return shown
-
-
-def _allocator(environ: Mapping[str, str]) -> dict[str, str]:
-    preload = environ.get("LD_PRELOAD", "")
-    loaded = [name for name in ALLOCATORS if f"lib{name}." in preload]
-    return {
-        "loaded": loaded[0] if loaded else "that of the C library",
-        "installed": find_allocator() or "none",
-    }
 
 
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Any
 import kerasdist
 from kerasdist import callbacks, errors, layers
 from kerasdist.cli import completion as completion
+from kerasdist.cli import doctor as doctor
 from kerasdist.cli import env as env
 from kerasdist.cli import plan_command as plan
-from kerasdist.cli.doctor import command as doctor
 from kerasdist.cli.run import command as run
 
 ROOT = Path(__file__).resolve().parents[2]  # also run as a script

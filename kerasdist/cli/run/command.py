@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kerasdist.cli.allocator import ALLOCATORS
 from kerasdist.cli.console import print_line
+from kerasdist.cli.env import ALLOCATORS
 from kerasdist.cli.run.elastic import options as elastic_options
 from kerasdist.cli.run.function.files import FunctionFiles
 from kerasdist.cli.run.gpus import division as gpu_options

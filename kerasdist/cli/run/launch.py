@@ -20,8 +20,8 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from kerasdist.cli.allocator import find_allocator, preloading
 from kerasdist.cli.console import print_line
+from kerasdist.cli.env import find_allocator, preloading
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,

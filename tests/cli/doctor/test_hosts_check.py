@@ -24,9 +24,7 @@ from workers import free_ports
 pytestmark = pytest.mark.timeout(120)
 SECRET = "0123456789abcdef" * 2
 # What TensorFlow has takes seconds.
-NO_DEVICES = (
-    "from kerasdist.cli.doctor import machine; machine.check_devices = lambda _: []"
-)
+NO_DEVICES = "from kerasdist.cli import doctor; doctor.check_devices = lambda _: []"
 
 
 @pytest.fixture
@@ -187,9 +185,9 @@ def test_options_that_do_not_fit(
 def test_a_secret_that_cannot_be_used(
     capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kerasdist.cli.doctor import machine
+    from kerasdist.cli import doctor
 
-    monkeypatch.setattr(machine, "check_devices", lambda seconds: [])
+    monkeypatch.setattr(doctor, "check_devices", lambda seconds: [])
     monkeypatch.setenv("KERASDIST_SECRET", "short")
     options = ["--nnodes", "2", "--rendezvous", "192.0.2.1:1"]
     assert cli.main(["doctor", *options]) == 1

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kerasdist import cli
-from kerasdist.cli.allocator import find_allocator
+from kerasdist.cli.env import find_allocator
 from kerasdist.cli.run import command
 from kerasdist.cli.run.outcome import exit_code, in_words
 from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback

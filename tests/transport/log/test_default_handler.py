@@ -161,7 +161,7 @@ def test_a_notebooks_stream_is_the_one_of_the_moment():
 PRINTS = {
     "kerasdist/cli/bench_worker.py",
     "kerasdist/cli/completion.py",
-    "kerasdist/cli/doctor/command.py",
+    "kerasdist/cli/doctor.py",
     "kerasdist/cli/env.py",
     "kerasdist/cli/console.py",
     "kerasdist/cli/plan_command.py",

@@ -218,9 +218,7 @@ def test_hosts_that_cannot_be_reached(
 
 
 # What TensorFlow has takes seconds.
-NO_DEVICES = (
-    "from kerasdist.cli.doctor import machine; machine.check_devices = lambda _: []"
-)
+NO_DEVICES = "from kerasdist.cli import doctor; doctor.check_devices = lambda _: []"
 
 
 def doctor(launcher: Launcher, *options: str) -> tuple[int, list[dict[str, str]]]:

@@ -1,0 +1,697 @@
+"""The command `kerasdist doctor`: reports faults of the environment, and remedies.
+
+It only inspects: it starts no job and changes nothing. A check returns findings and
+prints nothing. A fault of the machine or the settings is a finding with a remedy, never
+an exception. Sections are yielded, and printed, as soon as they are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import platform
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from kerasdist._tested import TESTED_VERSIONS
+from kerasdist._version import __version__
+from kerasdist.cli import env
+from kerasdist.cli.console import add_command
+from kerasdist.cli.run import command as run
+from kerasdist.cli.run.hosts import check, host_options
+from kerasdist.cli.run.hosts.places import Host, Place
+from kerasdist.cli.run.hosts.probe import facts
+from kerasdist.cli.run.nodes import node_options
+from kerasdist.cli.run.nodes.rendezvous import LocalPart, RendezvousError, meeting
+from kerasdist.cluster import Cluster, resolve
+from kerasdist.cluster.address import split_address
+from kerasdist.errors import ClusterError, SharedMemoryFull
+from kerasdist.placement.advice import counted
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.memory import create_segment
+from kerasdist.transport.rendezvous.bind import listen_at
+from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.tls.credentials import tls_fault
+from kerasdist.transport.wire.handshake import is_loopback, job_secret, secret_fault
+
+_MiB = 1024**2
+_RETRY_SECONDS = 0.25
+_DEVICES_SECONDS = 120.0  # importing TensorFlow from a cold network disk
+# The doctor of another machine tries to reach this one four times a second.
+_LISTEN_AT_LEAST = 1.0
+_START_SECONDS = 60  # of other hosts, with --nnodes
+# Seconds for the way of a question and its answer, and for a launcher that is late.
+_MORE_SECONDS = 10
+_MARKS = {"ok": "  ok   ", "warn": "  WARN ", "fault": "  FAULT"}
+_NOT_NEEDED = "and isn't needed: no address can be reached from other machines"
+_NOT_LOOKED_AT = """
+Not looked at: the script, and what other hosts have of cores, memory, {more}
+(run `kerasdist doctor` there); cluster settings of the environment, which
+`kerasdist run` replaces"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        level: `"ok"`, `"warn"` (works, but may surprise) or `"fault"` (a job can't
+            run like this).
+        text: What was found.
+        remedy: The action to take; empty if none is needed.
+    """
+
+    level: Literal["ok", "warn", "fault"]
+    text: str
+    remedy: str = ""
+
+
+_Sections = Iterator[tuple[str, list[Finding]]]
+_ok = functools.partial(Finding, "ok")
+_warn = functools.partial(Finding, "warn")
+_fault = functools.partial(Finding, "fault")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `doctor` to the command line."""
+    parser = add_command(
+        commands,
+        "doctor",
+        _run,
+        help="look for faults that would keep a job from running",
+        description="Check versions, devices, cluster settings, peers and memory, "
+        "and print a remedy for each fault. Run it with the environment of the "
+        "job, on all machines at the same time: while it runs, it listens at this "
+        "task's address. With -H or --nnodes, and the options that `kerasdist run` has "
+        "with them, check the hosts of such a job instead: those of -H from this one, "
+        "those of --nnodes by starting this command on all of them. Exit code 0 if "
+        "nothing is wrong, else 1.",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=5.0,
+        metavar="S",
+        help="seconds to try to reach the peers, and for a host those of other hosts "
+        "(default: 5)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document instead of text"
+    )
+    host_options.add_options(parser)
+    node_options.add_options(parser, _START_SECONDS)
+    # An option of `run` alone.
+    parser.set_defaults(bind="none")
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise argparse.ArgumentTypeError(
+        f"must be a number of seconds above 0. Received: {text!r}"
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    faults: list[str] = []
+    hosts = host_options.read_options(arguments, faults)
+    number = functools.partial(run.read_number, faults=faults)
+    nodes = node_options.read_options(arguments, number, faults)
+    if faults:
+        arguments.parser.error("\n  ".join(faults))
+    if hosts is not None:
+        job = check_hosts(hosts, arguments.timeout)
+    elif nodes is not None:
+        nodes = dataclasses.replace(nodes, only_looks=True)
+        job = check_nodes(nodes, arguments.timeout, os.environ)
+    else:
+        job = _check_task(arguments.timeout, os.environ)
+    counts = {"ok": 0, "warn": 0, "fault": 0}
+    sections = []
+    for title, found in _with_machine(job, os.environ):
+        for finding in found:
+            counts[finding.level] += 1
+        if arguments.document is None:
+            _print(title, found)
+        findings = [dataclasses.asdict(finding) for finding in found]
+        sections.append({"name": title, "findings": findings})
+    faulty, warnings = counts["fault"], counts["warn"]
+    if arguments.document is not None:
+        arguments.document.update(counts=counts, sections=sections)
+    elif faulty:
+        print(f"{counted(faulty, 'fault')}: see the lines that begin with ->")
+    else:
+        print("no faults" + (f", {counted(warnings, 'warning')}" if warnings else ""))
+    return 1 if faulty else 0
+
+
+def _print(title: str, found: Sequence[Finding]) -> None:
+    print(f"{title}:")
+    for finding in found:
+        print(_MARKS[finding.level], "\n          ".join(finding.text.splitlines()))
+        if finding.remedy:
+            print(f"          -> {finding.remedy}")
+    sys.stdout.flush()
+
+
+# This machine: software, devices, memory, cores.
+
+
+def _with_machine(job: _Sections, environ: Mapping[str, str]) -> _Sections:
+    """Yield the sections of this machine, and those of the job among them."""
+    yield "versions", check_versions(environ)
+    yield "cores", check_cores()
+    yield "allocator", check_allocator(environ)
+    yield "shared memory", check_shared_memory()
+    yield from job
+    yield "devices", check_devices(_DEVICES_SECONDS)
+
+
+def check_versions(environ: Mapping[str, str]) -> list[Finding]:
+    """Check the versions, without importing TensorFlow."""
+    found = [
+        _ok(f"kerasdist {__version__}"),
+        _ok(f"Python {platform.python_version()}"),
+    ]
+    install = f"{sys.executable} -m pip install"
+    for name, distributions in env.DISTRIBUTIONS.items():
+        version = env.version_of(*distributions)
+        wanted, _ = TESTED_VERSIONS.get(name, ("0", ""))
+        if version is None:
+            found.append(_fault(f"{name} isn't installed", f"{install} {name}"))
+        elif _numbers(version) < _numbers(wanted):
+            text = f"{name} {version} is too old, at least {wanted} is needed"
+            found.append(_fault(text, f"{install} '{name}>={wanted}'"))
+        else:
+            found.append(_ok(f"{name} {version}"))
+    backend = environ.get("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow":
+        text = f"Keras uses another backend: KERAS_BACKEND={backend!r}"
+        found.append(_fault(text, "unset KERAS_BACKEND, or set it to tensorflow"))
+    if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        text = "tf.keras is Keras 2: TF_USE_LEGACY_KERAS is set"
+        found.append(_fault(text, "unset TF_USE_LEGACY_KERAS"))
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = version.split(".")[:2]
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def check_devices(
+    seconds: float,
+    command: Sequence[str] = env.LISTING,
+    drivers: str = "/proc/driver/nvidia/gpus",
+) -> list[Finding]:
+    """List TensorFlow's devices, in a process of its own.
+
+    Args:
+        seconds: How long it may take.
+        command: The command that prints the devices.
+        drivers: Folder with one entry for each GPU that the driver knows.
+    """
+    try:
+        names: list[str] = env.ask_tensorflow(seconds, command)["devices"]
+    except env.TensorFlowError as error:
+        remedy = f"look at the output of `{sys.executable} -c 'import tensorflow'`"
+        return [_fault(str(error), remedy)]
+    found = [_ok(f"device {name}") for name in names]
+    gpus = sum(name.startswith("GPU:") for name in names)
+    with contextlib.suppress(OSError):
+        known = len(os.listdir(drivers))
+        if known > gpus:
+            text = f"the driver knows {known} GPUs, TensorFlow sees {gpus}"
+            remedy = (
+                "look at CUDA_VISIBLE_DEVICES, and whether TensorFlow has its CUDA "
+                "libraries (pip install 'tensorflow[and-cuda]')"
+            )
+            found.append(_warn(text, remedy))
+    return found
+
+
+def check_shared_memory() -> list[Finding]:
+    """Try to allocate memory that workers of this machine can share."""
+    try:
+        os.close(create_segment(_MiB))
+    except (SharedMemoryFull, OSError) as error:
+        remedy = "give the container or the process more memory, or use transport='tcp'"
+        return [_fault(f"memory can't be shared: {error}", remedy)]
+    return [_ok("workers of this machine can share memory")]
+
+
+def check_cores(root: str = "/sys/fs/cgroup") -> list[Finding]:
+    """Count the cores that this process may use.
+
+    Args:
+        root: Where control groups are, which limit a container.
+    """
+    usable = len(os.sched_getaffinity(0))
+    text = f"{usable} of {os.cpu_count() or 1} cores can be used"
+    quota = math.inf
+    with contextlib.suppress(OSError):
+        quota = env.control_group(root).get("cores", math.inf)
+    if quota >= usable:
+        return [_ok(text)]
+    remedy = (
+        "TensorFlow starts a thread for each core: set TF_NUM_INTRAOP_THREADS="
+        f"{max(1, int(quota))}, or raise the limit"
+    )
+    return [_warn(f"{text}, but this container gets the time of {quota:g}", remedy)]
+
+
+def check_allocator(environ: Mapping[str, str]) -> list[Finding]:
+    """Find the allocator that is in use."""
+    if (loaded := env.loaded_allocator(environ)) is not None:
+        return [_ok(f"memory is allocated with {loaded} (LD_PRELOAD)")]
+    if (library := env.find_allocator()) is not None:
+        return [_ok(f"{library} is installed: `kerasdist run --malloc auto` uses it")]
+    return [_ok("memory is allocated with the C library")]
+
+
+# This task's place in its job: its settings, its secret and certificates, its own
+# address (can it listen there?) and its peers (can they be reached?).
+
+
+def _check_task(seconds: float, environ: Mapping[str, str]) -> _Sections:
+    """Yield the sections of the cluster that the environment has."""
+    cluster, found = check_cluster(environ)
+    yield "cluster", found
+    if cluster is not None and _addresses(cluster):
+        yield "secret", check_secret(cluster, environ)
+        yield "encryption", check_encryption(cluster, environ)
+        began = time.monotonic()
+        with own_port(cluster, environ) as found:
+            yield "own port", found
+            peers = check_peers(cluster, seconds)
+            yield "peers", peers
+            if peers:
+                time.sleep(max(0.0, began + _LISTEN_AT_LEAST - time.monotonic()))
+    elif environ.get("KERASDIST_TLS", "").strip():
+        # `kerasdist run` will use it.
+        yield "encryption", check_encryption(None, environ)
+
+
+def _addresses(cluster: Cluster | None) -> tuple[str, ...]:
+    return () if cluster is None else (*cluster.workers, *cluster.servers)
+
+
+def check_cluster(
+    environ: Mapping[str, str],
+) -> tuple[Cluster | None, list[Finding]]:
+    """Resolve the cluster settings; no cluster if they are wrong."""
+    try:
+        cluster = resolve(environ=environ)
+    except ClusterError as error:
+        remedy = "correct the settings; on the other workers, too"
+        return None, [_fault(str(error), remedy)]
+    if cluster.source == "none":
+        text = (
+            "no cluster settings: one worker\nNo other host was looked at: for a job "
+            "of `kerasdist run -H` or `--nnodes`, give the doctor these options, too"
+        )
+        return cluster, [_ok(text)]
+    if cluster.needs_mpi:
+        return cluster, _by_mpi(cluster)
+    text = f"this is server {cluster.task_index} of {len(cluster.servers)}"
+    if cluster.rank is not None:
+        who = f"{cluster.task_type} {cluster.task_index}"
+        text = f"this is rank {cluster.rank} of {cluster.size} ({who})"
+    found = [_ok(f"{text}, by {cluster.source}")]
+    found += [_ok(f"rank {i}: {each}") for i, each in enumerate(cluster.workers)]
+    found += [_ok(f"server {i}: {each}") for i, each in enumerate(cluster.servers)]
+    if len({is_loopback(address) for address in _addresses(cluster)}) > 1:
+        text = (
+            "some addresses are loopback, others are not: from another machine, "
+            "localhost is that machine itself"
+        )
+        remedy = "use the name by which the other machines know this one"
+        found.append(_warn(text, remedy))
+    return cluster, found
+
+
+def _by_mpi(cluster: Cluster) -> list[Finding]:
+    """Check that MPI can connect this process; without starting MPI."""
+    text = "a process that PMIx started: only MPI knows its rank"
+    if cluster.size > 1:
+        text = f"this is rank {cluster.rank} of {cluster.size}, by MPI"
+    found = [_ok(text)]
+    if importlib.util.find_spec("mpi4py") is None:
+        text = "mpi4py isn't installed, which connects MPI's processes"
+        remedy = f"{sys.executable} -m pip install 'kerasdist[mpi]'"
+        found.append(_fault(text, remedy))
+    return found
+
+
+def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
+    """Check that there is a secret, or none is needed. It is never shown."""
+    fault = secret_fault(environ)
+    if fault is not None:
+        text, _, remedy = fault.partition(" Set it to ")
+        return [_fault(text, f"set it to {remedy}")]
+    if environ.get("KERASDIST_SECRET"):
+        return [_ok("KERASDIST_SECRET is set")]
+    if all(map(is_loopback, _addresses(cluster))):
+        return [_ok(f"KERASDIST_SECRET isn't set, {_NOT_NEEDED}")]
+    try:
+        job_secret(_addresses(cluster), environ)
+    except ClusterError:
+        text = (
+            "KERASDIST_SECRET isn't set, and the addresses can be reached from other "
+            "machines"
+        )
+        remedy = (
+            "set it to the same random text on all workers (`openssl rand -hex 32`), "
+            "or set KERASDIST_INSECURE=1 on a network that only this job can reach"
+        )
+        return [_fault(text, remedy)]
+    text = "KERASDIST_INSECURE=1: any process that reaches the ports can join the job"
+    remedy = "set KERASDIST_SECRET instead, unless only this job can reach the network"
+    return [_warn(text, remedy)]
+
+
+def check_encryption(
+    cluster: Cluster | None, environ: Mapping[str, str]
+) -> list[Finding]:
+    """Check whether the job's connections are encrypted, and the certificates fit.
+
+    Args:
+        cluster: The cluster; None if the settings have none.
+        environ: The environment.
+    """
+    fault = tls_fault(environ)
+    if fault is not None:
+        text, _, remedy = fault.partition(" Expected ")
+        return [_fault(text, f"expected {remedy}")]
+    if environ.get("KERASDIST_TLS", "").strip():
+        why = "and the certificate is valid: TCP connections are encrypted"
+        return [_ok(f"KERASDIST_TLS is set, {why}")]
+    why = _NOT_NEEDED
+    if not all(map(is_loopback, _addresses(cluster))):
+        why = "so nothing is encrypted between the machines"
+    return [_ok(f"KERASDIST_TLS isn't set, {why}")]
+
+
+@contextlib.contextmanager
+def own_port(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[list[Finding]]:
+    """Listen at this task's own address, inside the block.
+
+    While the doctor listens, the doctors on the other machines can reach it.
+    """
+    address = cluster.address
+    if address is None:
+        yield []
+        return
+    if environ.get("KERASDIST_LISTEN_FD"):
+        yield [_ok(f"the launcher listens at {address} for us")]
+        return
+    host, port = split_address(address)
+    with contextlib.ExitStack() as stack:
+        try:
+            servers, elsewhere = listen_at(address)
+        except OSError as error:
+            remedies = {
+                errno.EACCES: "choose a port above 1023",
+                errno.EADDRNOTAVAIL: "use an address of this machine",
+            }
+            other = (
+                f"end the process that does (`ss -ltnp 'sport = :{port}'` shows it; it "
+                "may be the job itself), or choose another port"
+            )
+            text = f"this task can't listen at {address}: {error.strerror}"
+            yield [_fault(text, remedies.get(error.errno or 0, other))]
+            return
+        for server in servers:
+            stack.enter_context(server)
+        if elsewhere:
+            text = f"port {port} is free, but {host!r} isn't an address of this machine"
+            remedy = (
+                "that is right if it leads here (a Kubernetes service). If not, this "
+                "process has another worker's task index"
+            )
+            yield [_warn(text, remedy)]
+        else:
+            yield [_ok(f"this task can listen at {address}")]
+
+
+def check_peers(
+    cluster: Cluster,
+    seconds: float,
+    probe: Callable[[str, float], str | None] = why_unreachable,
+    names: Mapping[str, str] | None = None,
+) -> list[Finding]:
+    """Try to reach all peers, at the same time.
+
+    A peer that can't be reached yet is tried again until the time is over, so that the
+    doctors of all machines don't have to start in the same moment.
+
+    Args:
+        cluster: The peers.
+        seconds: How long to try.
+        probe: Returns why an address can't be reached within some seconds; None if
+            it can.
+        names: The peers' names, by address; by default those of their tasks.
+    """
+    peers = dict(names or {}) or {
+        address: f"{kind} {number} ({address})"
+        for kind, listed in (("rank", cluster.workers), ("server", cluster.servers))
+        for number, address in enumerate(listed)
+    }
+    peers.pop(cluster.address or "", None)
+    deadline = Deadline(seconds)
+    silent = f"no answer within {seconds:g} s"
+    reasons: dict[str, str | None] = dict.fromkeys(peers, silent)
+
+    def look(address: str) -> None:
+        while True:
+            reasons[address] = probe(address, max(deadline.remaining(), 0.01))
+            if reasons[address] is None or deadline.remaining() <= _RETRY_SECONDS:
+                return
+            time.sleep(_RETRY_SECONDS)
+
+    threads = [
+        threading.Thread(target=look, args=(address,), daemon=True) for address in peers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        # `probe` keeps its own deadline; this is for one that doesn't.
+        thread.join(deadline.remaining() + 1.0)
+    return [
+        _ok(f"{name} accepts connections")
+        if (reason := reasons[address]) is None
+        else _fault(f"{name} can't be reached: {reason}", _remedy(reason))
+        for address, name in peers.items()
+    ]
+
+
+def _remedy(reason: str) -> str:
+    """Return the remedy for a reason of `why_unreachable`."""
+    if "resolve" in reason or "looking up" in reason:
+        return "correct the name in the cluster settings, or the name server"
+    if "refused" in reason:
+        return (
+            "start the worker there; before the job, run `kerasdist doctor` on all "
+            "machines at the same time (see --timeout): it listens meanwhile"
+        )
+    return "look at whether that machine is up, and at the firewalls for that port"
+
+
+# The hosts of `kerasdist run -H`: the launcher's code asks them, and no task is
+# started.
+
+
+def check_hosts(options: host_options.HostOptions, seconds: float) -> _Sections:
+    """Ask the hosts of `-H` what the launcher asks; let them reach each other.
+
+    Args:
+        options: The settings.
+        seconds: How long a host tries to reach another one.
+    """
+    names = ", ".join(host.target for host in options.hosts)
+    text = f"a job on hosts that ssh reaches: {names}"
+    yield (
+        "cluster",
+        [_ok(text + _NOT_LOOKED_AT.format(more="certificates and devices but GPUs"))],
+    )
+    counts = dict.fromkeys(options.hosts, 1)
+    with check.asking(options, counts, (), finds_gpus=True, listens=True) as (_, some):
+        here = facts(os.getcwd(), [])
+        answers = {probe: probe.result() for probe in some}
+        found = [_of_host(probe.host, a, here) for probe, a in answers.items()]
+        yield "hosts", list(itertools.chain(*found))
+        if len(answers) > 1:
+            yield "ports", _reach_each_other(answers, seconds)
+
+
+def _of_host(
+    host: Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
+) -> list[Finding]:
+    found = [
+        _fault(text, _host_remedy(host, answer, text))
+        for text in check.faults_of(host, answer, here)
+    ]
+    if isinstance(answer, str):
+        return found
+    gpus, why_not = answer["gpus"]
+    if why_not:
+        remedy = "correct that, or start the job with --gpus none"
+        found.append(_warn(f"{host.target} can't list its GPUs: {why_not}", remedy))
+    if not found:
+        text = f"{host.target} has the folder and versions of this host; GPUs: "
+        found.append(_ok(f"{text}{len(gpus)}"))
+    return found
+
+
+def _host_remedy(host: Host, answer: dict[str, Any] | str, text: str) -> str:
+    if isinstance(answer, str):
+        return (
+            f"make `ssh {host.target} true` work without a question; --ssh and "
+            "--python have the commands that are used"
+        )
+    if "differs in its working folder" in text:
+        return "make the folder there, for instance on a network disk"
+    if "differs" in text:
+        return "install the same version there, or name another Python with --python"
+    return "name the host by one of its own addresses in the network of the others"
+
+
+def _reach_each_other(
+    answers: Mapping[check.HostProbe, dict[str, Any] | str], seconds: float
+) -> list[Finding]:
+    """Let each host connect to a port of each other one, as their tasks will."""
+    addresses: dict[check.HostProbe, str] = {}
+    found = []
+    for probe, answer in answers.items():
+        if isinstance(answer, str) or not answer["addresses"]:
+            text = f"no port of {probe.host.target} was tried, which can't be used"
+            found.append(_warn(text, "correct that first"))
+            continue
+        family, bound = answer["addresses"][0]
+        place = Place(host=probe.host, family=family, address=tuple(bound))
+        addresses[probe] = place.text
+    others = {
+        probe: [address for other, address in addresses.items() if other is not probe]
+        for probe in addresses
+    }
+    for probe, listed in others.items():
+        probe.ask_again({"addresses": listed, "seconds": seconds})
+    limit = seconds + check.ANSWER_SECONDS
+    check.await_answers(list(others), limit)
+    for probe, listed in others.items():
+        name, reply = probe.host.target, probe.result(limit)
+        if isinstance(reply, str):
+            remedy = "correct what is said of that host above"
+            found.append(
+                _warn(f"{name} can't try to reach the others: {reply}", remedy)
+            )
+            continue
+        reasons = dict(zip(listed, reply["unreachable"], strict=True))
+        remedy = (
+            "look at the firewalls between the two, which must let all ports pass, and "
+            "at whether the name means the same host on both"
+        )
+        lost = [
+            _fault(f"{name} can't reach {address}: {why}", remedy)
+            for address, why in reasons.items()
+            if why is not None
+        ]
+        reached = [_ok(f"{name} reaches {', '.join(listed)}")] if listed else []
+        found += lost or reached
+    return found
+
+
+# The hosts of `kerasdist run --nnodes`: doctors meet as launchers do.
+
+
+def check_nodes(
+    options: node_options.NodeOptions, seconds: float, environ: Mapping[str, str]
+) -> _Sections:
+    """Meet the doctors of the other hosts as launchers of `--nnodes` meet.
+
+    Args:
+        options: The settings.
+        seconds: How long to try to reach the port of another host.
+        environ: The environment.
+    """
+    text = f"a job of {options.count} hosts, which meet at {options.rendezvous}"
+    yield (
+        "cluster",
+        [_ok(text + _NOT_LOOKED_AT.format(more="certificates and devices"))],
+    )
+    place = Cluster(rank=0, size=1, workers=(options.rendezvous,))
+    found = check_secret(place, environ) if options.count > 1 else []
+    if found:
+        yield "secret", found
+    encryption = check_encryption(place, environ)
+    yield "encryption", encryption
+    if any(each.level == "fault" for each in (*found, *encryption)):
+        text = "the other hosts weren't met: the secret or the certificates are wrong"
+        yield "hosts", [_warn(text, "correct that first")]
+        return
+    secret = environ.get("KERASDIST_SECRET", "").encode()
+    remedy = (
+        f"start this command at the same time on all {options.count} hosts, with the "
+        f"same secret; they must reach {options.rendezvous}"
+    )
+    try:
+        with meeting(options, 1, 0, secret) as part:
+            index, workers = part.first["worker"], tuple(part.cluster["worker"])
+            numbers = dict(zip(workers, sorted(part.facts), strict=True))
+            yield "hosts", _of_nodes(options, part, numbers, remedy)
+            cluster = Cluster(rank=index, size=len(workers), workers=workers)
+            names = {each: f"host {i} ({each})" for each, i in numbers.items()}
+            yield "peers", check_peers(cluster, seconds, names=names)
+            # Others may still try to reach this one: all leave together.
+            again = dataclasses.replace(
+                options,
+                count=len(workers),
+                rank=index,
+                seconds=math.ceil(seconds) + _MORE_SECONDS,
+            )
+            with contextlib.suppress(RendezvousError), meeting(again, 1, 0, secret):
+                pass
+    except RendezvousError as error:
+        yield "hosts", [_fault(str(error), remedy)]
+
+
+def _of_nodes(
+    options: node_options.NodeOptions,
+    part: LocalPart,
+    numbers: Mapping[str, int],
+    remedy: str,
+) -> list[Finding]:
+    """Tell which hosts came, and in what they differ from this one."""
+    found = []
+    own = numbers[part.cluster["worker"][part.first["worker"]]]
+    for address, number in numbers.items():
+        name = f"host {number} ({split_address(address)[0]})"
+        same = "is this one" if number == own else "is here, with the same versions"
+        faults = check.differences(name, part.facts[number], part.facts[own])
+        found += [_fault(each, "install the same on all hosts") for each in faults]
+        if not faults:
+            found.append(_ok(f"{name} {same}"))
+    missing = sorted({*range(options.count)} - {*part.facts})
+    refused = [f"refused: {each}" for each in part.refused]
+    if missing:
+        text = f"{len(missing)} of {options.count} hosts didn't come in time"
+        if options.rank is not None:
+            text += f": host {', '.join(map(str, missing))}"
+        text = "\n".join([f"{text} (--start-timeout {options.seconds})", *refused])
+        found.append(_fault(text, remedy))
+    elif refused:
+        text = "\n".join(["others were refused before all were here", *refused])
+        remedy = "nothing, if these were earlier attempts; else end those processes"
+        found.append(_warn(text, remedy))
+    return found
