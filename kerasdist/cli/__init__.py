@@ -16,11 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kerasdist._version import __version__
-from kerasdist.cli import bench as bench
-from kerasdist.cli import completion as completion
-from kerasdist.cli import doctor as doctor
-from kerasdist.cli import env as env
-from kerasdist.cli import plan_command as plan
+from kerasdist.cli import bench, completion, doctor, env, plan_command
 from kerasdist.cli.console import Parser, json_document
 from kerasdist.cli.run import command as run
 
@@ -44,12 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    run.add_parser(commands)
-    bench.add_parser(commands)
-    doctor.add_parser(commands)
-    plan.add_parser(commands)
-    env.add_parser(commands)
-    completion.add_parser(commands)
+    for module in (run, bench, doctor, plan_command, env, completion):
+        module.add_parser(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if options[:1] in (["run"], ["bench"]):

@@ -6,7 +6,6 @@ The script has the words that can follow `kerasdist`, as the parsers know them.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 
 from kerasdist.cli.console import add_command
@@ -64,36 +63,22 @@ autoload -Uz bashcompinit && bashcompinit
 _FISH_FIRST = "complete -c kerasdist -n __fish_use_subcommand"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Command:
-    """A command of `kerasdist`.
+    """The words of a command of `kerasdist`.
 
-    Attributes:
+    Args:
         name: Its name.
         help: Its description.
-        options: Its options; those without a value have `nargs` 0.
-        words: The words that may stand without an option; empty: none, or any.
-        has_script: Whether a script's name may follow.
+        parser: Knows its options, and the words that may stand without one.
     """
 
-    name: str
-    help: str
-    options: list[argparse.Action]
-    words: str
-    has_script: bool
-
-    @classmethod
-    def of(cls, name: str, help: str, parser: argparse.ArgumentParser) -> _Command:
+    def __init__(self, name: str, help: str, parser: argparse.ArgumentParser) -> None:
+        self.name, self.help = name, help
         # argparse has no public list of them; other tools read this one, too.
-        options = [each for each in parser._actions if each.option_strings]
+        self.options = [each for each in parser._actions if each.option_strings]
         others = [each for each in parser._actions if not each.option_strings]
-        return cls(
-            name=name,
-            help=help,
-            options=options,
-            words=" ".join(map(_choices, others)).strip(),
-            has_script=name in _WITH_SCRIPT or any(not o.choices for o in others),
-        )
+        self.words = " ".join(map(_choices, others)).strip()
+        self.has_script = name in _WITH_SCRIPT or any(not o.choices for o in others)
 
     def bash_case(self) -> str:
         """Return the lines of bash that are run for this command."""
@@ -179,7 +164,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         # What `add_parser` of each command was given as `help`.
         helps = {each.dest: each.help or "" for each in commands._choices_actions}
         known = commands.choices.items()
-        found = [_Command.of(name, helps.get(name, ""), each) for name, each in known]
+        found = [_Command(name, helps.get(name, ""), each) for name, each in known]
         print(_script_for(arguments.shell, found), end="")
         return 0
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -121,6 +122,23 @@ def add_command(
     )
     parser.set_defaults(parser=parser, handler=handler)
     return parser
+
+
+def above_zero(read: Callable[[str], float], what: str) -> Callable[[str], Any]:
+    """Return the type of an option whose value is a number above 0.
+
+    Args:
+        read: Reads the number, as `int` does.
+        what: What it is, for messages.
+    """
+
+    def value_of(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 < (number := read(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"must be {what} above 0. Received: {text!r}")
+
+    return value_of
 
 
 _LOG = logging.getLogger("kerasdist.run")

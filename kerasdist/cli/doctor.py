@@ -1,8 +1,8 @@
 """The command `kerasdist doctor`: reports faults of the environment, and remedies.
 
-It only inspects: it starts no job and changes nothing. A check returns findings and
+It only inspects: it starts no job and changes nothing. A check yields findings and
 prints nothing. A fault of the machine or the settings is a finding with a remedy, never
-an exception. Sections are yielded, and printed, as soon as they are known.
+an exception. Sections are printed as soon as they are known.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import itertools
 import math
 import os
 import platform
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.cli import env
-from kerasdist.cli.console import add_command
+from kerasdist.cli.console import above_zero, add_command
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.hosts import check, host_options
 from kerasdist.cli.run.hosts.places import Host, Place
@@ -42,7 +43,7 @@ from kerasdist.transport.memory import create_segment
 from kerasdist.transport.rendezvous.bind import listen_at
 from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.tls.credentials import tls_fault
-from kerasdist.transport.wire.handshake import is_loopback, job_secret, secret_fault
+from kerasdist.transport.wire.handshake import is_loopback, secret_fault
 
 _MiB = 1024**2
 _RETRY_SECONDS = 0.25
@@ -53,6 +54,10 @@ _START_SECONDS = 60  # of other hosts, with --nnodes
 # Seconds for the way of a question and its answer, and for a launcher that is late.
 _MORE_SECONDS = 10
 _MARKS = {"ok": "  ok   ", "warn": "  WARN ", "fault": "  FAULT"}
+_IF_NOT_LISTENING = {
+    errno.EACCES: "choose a port above 1023",
+    errno.EADDRNOTAVAIL: "use an address of this machine",
+}
 _NOT_NEEDED = "and isn't needed: no address can be reached from other machines"
 _NOT_LOOKED_AT = """
 Not looked at: the script, and what other hosts have of cores, memory, {more}
@@ -76,7 +81,8 @@ class Finding:
     remedy: str = ""
 
 
-_Sections = Iterator[tuple[str, list[Finding]]]
+_Findings = Iterator[Finding]
+_Sections = Iterator[tuple[str, Iterable[Finding]]]
 _ok = functools.partial(Finding, "ok")
 _warn = functools.partial(Finding, "warn")
 _fault = functools.partial(Finding, "fault")
@@ -99,7 +105,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=above_zero(float, "a number of seconds"),
         default=5.0,
         metavar="S",
         help="seconds to try to reach the peers, and for a host those of other hosts "
@@ -112,15 +118,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     node_options.add_options(parser, _START_SECONDS)
     # An option of `run` alone.
     parser.set_defaults(bind="none")
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
-            return seconds
-    raise argparse.ArgumentTypeError(
-        f"must be a number of seconds above 0. Received: {text!r}"
-    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -136,10 +133,11 @@ def _run(arguments: argparse.Namespace) -> int:
         nodes = dataclasses.replace(nodes, only_looks=True)
         job = check_nodes(nodes, arguments.timeout, os.environ)
     else:
-        job = _check_task(arguments.timeout, os.environ)
+        job = check_task(arguments.timeout, os.environ)
     counts = {"ok": 0, "warn": 0, "fault": 0}
     sections = []
-    for title, found in _with_machine(job, os.environ):
+    for title, section in _with_machine(job, os.environ):
+        found = list(section)
         for finding in found:
             counts[finding.level] += 1
         if arguments.document is None:
@@ -178,31 +176,28 @@ def _with_machine(job: _Sections, environ: Mapping[str, str]) -> _Sections:
     yield "devices", check_devices(_DEVICES_SECONDS)
 
 
-def check_versions(environ: Mapping[str, str]) -> list[Finding]:
+def check_versions(environ: Mapping[str, str]) -> _Findings:
     """Check the versions, without importing TensorFlow."""
-    found = [
-        _ok(f"kerasdist {__version__}"),
-        _ok(f"Python {platform.python_version()}"),
-    ]
+    yield _ok(f"kerasdist {__version__}")
+    yield _ok(f"Python {platform.python_version()}")
     install = f"{sys.executable} -m pip install"
     for name, distributions in env.DISTRIBUTIONS.items():
         version = env.version_of(*distributions)
         wanted, _ = TESTED_VERSIONS.get(name, ("0", ""))
         if version is None:
-            found.append(_fault(f"{name} isn't installed", f"{install} {name}"))
+            yield _fault(f"{name} isn't installed", f"{install} {name}")
         elif _numbers(version) < _numbers(wanted):
             text = f"{name} {version} is too old, at least {wanted} is needed"
-            found.append(_fault(text, f"{install} '{name}>={wanted}'"))
+            yield _fault(text, f"{install} '{name}>={wanted}'")
         else:
-            found.append(_ok(f"{name} {version}"))
+            yield _ok(f"{name} {version}")
     backend = environ.get("KERAS_BACKEND", "tensorflow")
     if backend != "tensorflow":
         text = f"Keras uses another backend: KERAS_BACKEND={backend!r}"
-        found.append(_fault(text, "unset KERAS_BACKEND, or set it to tensorflow"))
+        yield _fault(text, "unset KERAS_BACKEND, or set it to tensorflow")
     if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         text = "tf.keras is Keras 2: TF_USE_LEGACY_KERAS is set"
-        found.append(_fault(text, "unset TF_USE_LEGACY_KERAS"))
-    return found
+        yield _fault(text, "unset TF_USE_LEGACY_KERAS")
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -214,7 +209,7 @@ def check_devices(
     seconds: float,
     command: Sequence[str] = env.LISTING,
     drivers: str = "/proc/driver/nvidia/gpus",
-) -> list[Finding]:
+) -> _Findings:
     """List TensorFlow's devices, in a process of its own.
 
     Args:
@@ -226,32 +221,33 @@ def check_devices(
         names: list[str] = env.ask_tensorflow(seconds, command)["devices"]
     except env.TensorFlowError as error:
         remedy = f"look at the output of `{sys.executable} -c 'import tensorflow'`"
-        return [_fault(str(error), remedy)]
-    found = [_ok(f"device {name}") for name in names]
+        yield _fault(str(error), remedy)
+        return
+    yield from (_ok(f"device {name}") for name in names)
     gpus = sum(name.startswith("GPU:") for name in names)
     with contextlib.suppress(OSError):
         known = len(os.listdir(drivers))
         if known > gpus:
-            text = f"the driver knows {known} GPUs, TensorFlow sees {gpus}"
-            remedy = (
+            yield _warn(
+                f"the driver knows {known} GPUs, TensorFlow sees {gpus}",
                 "look at CUDA_VISIBLE_DEVICES, and whether TensorFlow has its CUDA "
-                "libraries (pip install 'tensorflow[and-cuda]')"
+                "libraries (pip install 'tensorflow[and-cuda]')",
             )
-            found.append(_warn(text, remedy))
-    return found
 
 
-def check_shared_memory() -> list[Finding]:
+def check_shared_memory() -> _Findings:
     """Try to allocate memory that workers of this machine can share."""
     try:
         os.close(create_segment(_MiB))
+        yield _ok("workers of this machine can share memory")
     except (SharedMemoryFull, OSError) as error:
-        remedy = "give the container or the process more memory, or use transport='tcp'"
-        return [_fault(f"memory can't be shared: {error}", remedy)]
-    return [_ok("workers of this machine can share memory")]
+        yield _fault(
+            f"memory can't be shared: {error}",
+            "give the container or the process more memory, or use transport='tcp'",
+        )
 
 
-def check_cores(root: str = "/sys/fs/cgroup") -> list[Finding]:
+def check_cores(root: str = "/sys/fs/cgroup") -> _Findings:
     """Count the cores that this process may use.
 
     Args:
@@ -263,31 +259,39 @@ def check_cores(root: str = "/sys/fs/cgroup") -> list[Finding]:
     with contextlib.suppress(OSError):
         quota = env.control_group(root).get("cores", math.inf)
     if quota >= usable:
-        return [_ok(text)]
-    remedy = (
-        "TensorFlow starts a thread for each core: set TF_NUM_INTRAOP_THREADS="
-        f"{max(1, int(quota))}, or raise the limit"
-    )
-    return [_warn(f"{text}, but this container gets the time of {quota:g}", remedy)]
+        yield _ok(text)
+    else:
+        yield _warn(
+            f"{text}, but this container gets the time of {quota:g}",
+            "TensorFlow starts a thread for each core: set TF_NUM_INTRAOP_THREADS="
+            f"{max(1, int(quota))}, or raise the limit",
+        )
 
 
-def check_allocator(environ: Mapping[str, str]) -> list[Finding]:
+def check_allocator(environ: Mapping[str, str]) -> _Findings:
     """Find the allocator that is in use."""
     if (loaded := env.loaded_allocator(environ)) is not None:
-        return [_ok(f"memory is allocated with {loaded} (LD_PRELOAD)")]
-    if (library := env.find_allocator()) is not None:
-        return [_ok(f"{library} is installed: `kerasdist run --malloc auto` uses it")]
-    return [_ok("memory is allocated with the C library")]
+        yield _ok(f"memory is allocated with {loaded} (LD_PRELOAD)")
+    elif (library := env.find_allocator()) is not None:
+        yield _ok(f"{library} is installed: `kerasdist run --malloc auto` uses it")
+    else:
+        yield _ok("memory is allocated with the C library")
 
 
 # This task's place in its job: its settings, its secret and certificates, its own
 # address (can it listen there?) and its peers (can they be reached?).
 
 
-def _check_task(seconds: float, environ: Mapping[str, str]) -> _Sections:
+def check_task(seconds: float, environ: Mapping[str, str]) -> _Sections:
     """Yield the sections of the cluster that the environment has."""
-    cluster, found = check_cluster(environ)
-    yield "cluster", found
+    cluster = None
+    try:
+        cluster = resolve(environ=environ)
+    except ClusterError as error:
+        remedy = "correct the settings; on the other workers, too"
+        yield "cluster", [_fault(str(error), remedy)]
+    else:
+        yield "cluster", check_cluster(cluster)
     if cluster is not None and _addresses(cluster):
         yield "secret", check_secret(cluster, environ)
         yield "encryption", check_encryption(cluster, environ)
@@ -303,87 +307,77 @@ def _check_task(seconds: float, environ: Mapping[str, str]) -> _Sections:
         yield "encryption", check_encryption(None, environ)
 
 
-def _addresses(cluster: Cluster | None) -> tuple[str, ...]:
-    return () if cluster is None else (*cluster.workers, *cluster.servers)
-
-
-def check_cluster(
-    environ: Mapping[str, str],
-) -> tuple[Cluster | None, list[Finding]]:
-    """Resolve the cluster settings; no cluster if they are wrong."""
-    try:
-        cluster = resolve(environ=environ)
-    except ClusterError as error:
-        remedy = "correct the settings; on the other workers, too"
-        return None, [_fault(str(error), remedy)]
+def check_cluster(cluster: Cluster) -> _Findings:
+    """Tell this task's place and all addresses; without starting MPI."""
     if cluster.source == "none":
-        text = (
+        yield _ok(
             "no cluster settings: one worker\nNo other host was looked at: for a job "
             "of `kerasdist run -H` or `--nnodes`, give the doctor these options, too"
         )
-        return cluster, [_ok(text)]
+        return
+    who = f" ({cluster.task_type} {cluster.task_index}), by {cluster.source}"
     if cluster.needs_mpi:
-        return cluster, _by_mpi(cluster)
-    text = f"this is server {cluster.task_index} of {len(cluster.servers)}"
-    if cluster.rank is not None:
-        who = f"{cluster.task_type} {cluster.task_index}"
-        text = f"this is rank {cluster.rank} of {cluster.size} ({who})"
-    found = [_ok(f"{text}, by {cluster.source}")]
-    found += [_ok(f"rank {i}: {each}") for i, each in enumerate(cluster.workers)]
-    found += [_ok(f"server {i}: {each}") for i, each in enumerate(cluster.servers)]
-    if len({is_loopback(address) for address in _addresses(cluster)}) > 1:
-        text = (
-            "some addresses are loopback, others are not: from another machine, "
-            "localhost is that machine itself"
+        who = ", by MPI"
+    if cluster.needs_mpi and cluster.size == 1:
+        yield _ok("a process that PMIx started: only MPI knows its rank")
+    elif cluster.rank is not None:
+        yield _ok(f"this is rank {cluster.rank} of {cluster.size}{who}")
+    else:
+        server = f"server {cluster.task_index} of {len(cluster.servers)}"
+        yield _ok(f"this is {server}, by {cluster.source}")
+    if cluster.needs_mpi and importlib.util.find_spec("mpi4py") is None:
+        yield _fault(
+            "mpi4py isn't installed, which connects MPI's processes",
+            f"{sys.executable} -m pip install 'kerasdist[mpi]'",
         )
-        remedy = "use the name by which the other machines know this one"
-        found.append(_warn(text, remedy))
-    return cluster, found
+    for address, name in _names(cluster).items():
+        yield _ok(f"{name}: {address}")
+    if len({is_loopback(address) for address in _addresses(cluster)}) > 1:
+        yield _warn(
+            "some addresses are loopback, others are not: from another machine, "
+            "localhost is that machine itself",
+            "use the name by which the other machines know this one",
+        )
 
 
-def _by_mpi(cluster: Cluster) -> list[Finding]:
-    """Check that MPI can connect this process; without starting MPI."""
-    text = "a process that PMIx started: only MPI knows its rank"
-    if cluster.size > 1:
-        text = f"this is rank {cluster.rank} of {cluster.size}, by MPI"
-    found = [_ok(text)]
-    if importlib.util.find_spec("mpi4py") is None:
-        text = "mpi4py isn't installed, which connects MPI's processes"
-        remedy = f"{sys.executable} -m pip install 'kerasdist[mpi]'"
-        found.append(_fault(text, remedy))
-    return found
+def _addresses(cluster: Cluster) -> tuple[str, ...]:
+    return (*cluster.workers, *cluster.servers)
 
 
-def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> list[Finding]:
+def _names(cluster: Cluster) -> dict[str, str]:
+    """Return how tasks are called, by their addresses."""
+    return {
+        address: f"{kind} {number}"
+        for kind, listed in (("rank", cluster.workers), ("server", cluster.servers))
+        for number, address in enumerate(listed)
+    }
+
+
+def check_secret(cluster: Cluster, environ: Mapping[str, str]) -> _Findings:
     """Check that there is a secret, or none is needed. It is never shown."""
     fault = secret_fault(environ)
     if fault is not None:
         text, _, remedy = fault.partition(" Set it to ")
-        return [_fault(text, f"set it to {remedy}")]
-    if environ.get("KERASDIST_SECRET"):
-        return [_ok("KERASDIST_SECRET is set")]
-    if all(map(is_loopback, _addresses(cluster))):
-        return [_ok(f"KERASDIST_SECRET isn't set, {_NOT_NEEDED}")]
-    try:
-        job_secret(_addresses(cluster), environ)
-    except ClusterError:
-        text = (
+        yield _fault(text, f"set it to {remedy}")
+    elif environ.get("KERASDIST_SECRET"):
+        yield _ok("KERASDIST_SECRET is set")
+    elif all(map(is_loopback, _addresses(cluster))):
+        yield _ok(f"KERASDIST_SECRET isn't set, {_NOT_NEEDED}")
+    elif environ.get("KERASDIST_INSECURE") == "1":
+        yield _warn(
+            "KERASDIST_INSECURE=1: any process that reaches the ports can join the job",
+            "set KERASDIST_SECRET instead, unless only this job can reach the network",
+        )
+    else:
+        yield _fault(
             "KERASDIST_SECRET isn't set, and the addresses can be reached from other "
-            "machines"
-        )
-        remedy = (
+            "machines",
             "set it to the same random text on all workers (`openssl rand -hex 32`), "
-            "or set KERASDIST_INSECURE=1 on a network that only this job can reach"
+            "or set KERASDIST_INSECURE=1 on a network that only this job can reach",
         )
-        return [_fault(text, remedy)]
-    text = "KERASDIST_INSECURE=1: any process that reaches the ports can join the job"
-    remedy = "set KERASDIST_SECRET instead, unless only this job can reach the network"
-    return [_warn(text, remedy)]
 
 
-def check_encryption(
-    cluster: Cluster | None, environ: Mapping[str, str]
-) -> list[Finding]:
+def check_encryption(cluster: Cluster | None, environ: Mapping[str, str]) -> _Findings:
     """Check whether the job's connections are encrypted, and the certificates fit.
 
     Args:
@@ -393,14 +387,15 @@ def check_encryption(
     fault = tls_fault(environ)
     if fault is not None:
         text, _, remedy = fault.partition(" Expected ")
-        return [_fault(text, f"expected {remedy}")]
-    if environ.get("KERASDIST_TLS", "").strip():
+        yield _fault(text, f"expected {remedy}")
+    elif environ.get("KERASDIST_TLS", "").strip():
         why = "and the certificate is valid: TCP connections are encrypted"
-        return [_ok(f"KERASDIST_TLS is set, {why}")]
-    why = _NOT_NEEDED
-    if not all(map(is_loopback, _addresses(cluster))):
+        yield _ok(f"KERASDIST_TLS is set, {why}")
+    elif cluster is None or all(map(is_loopback, _addresses(cluster))):
+        yield _ok(f"KERASDIST_TLS isn't set, {_NOT_NEEDED}")
+    else:
         why = "so nothing is encrypted between the machines"
-    return [_ok(f"KERASDIST_TLS isn't set, {why}")]
+        yield _ok(f"KERASDIST_TLS isn't set, {why}")
 
 
 @contextlib.contextmanager
@@ -410,39 +405,31 @@ def own_port(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[list[Find
     While the doctor listens, the doctors on the other machines can reach it.
     """
     address = cluster.address
-    if address is None:
-        yield []
-        return
-    if environ.get("KERASDIST_LISTEN_FD"):
-        yield [_ok(f"the launcher listens at {address} for us")]
+    if address is None or environ.get("KERASDIST_LISTEN_FD"):
+        yield [_ok(f"the launcher listens at {address} for us")] if address else []
         return
     host, port = split_address(address)
-    with contextlib.ExitStack() as stack:
-        try:
-            servers, elsewhere = listen_at(address)
-        except OSError as error:
-            remedies = {
-                errno.EACCES: "choose a port above 1023",
-                errno.EADDRNOTAVAIL: "use an address of this machine",
-            }
-            other = (
-                f"end the process that does (`ss -ltnp 'sport = :{port}'` shows it; it "
-                "may be the job itself), or choose another port"
+    finding = _ok(f"this task can listen at {address}")
+    servers: list[socket.socket] = []
+    try:
+        servers, elsewhere = listen_at(address)
+        if elsewhere:
+            finding = _warn(
+                f"port {port} is free, but {host!r} isn't an address of this machine",
+                "that is right if it leads here (a Kubernetes service). If not, this "
+                "process has another worker's task index",
             )
-            text = f"this task can't listen at {address}: {error.strerror}"
-            yield [_fault(text, remedies.get(error.errno or 0, other))]
-            return
+    except OSError as error:
+        finding = _fault(
+            f"this task can't listen at {address}: {error.strerror}",
+            _IF_NOT_LISTENING.get(error.errno or 0)
+            or f"end the process that does (`ss -ltnp 'sport = :{port}'` shows it; it "
+            "may be the job itself), or choose another port",
+        )
+    with contextlib.ExitStack() as stack:
         for server in servers:
             stack.enter_context(server)
-        if elsewhere:
-            text = f"port {port} is free, but {host!r} isn't an address of this machine"
-            remedy = (
-                "that is right if it leads here (a Kubernetes service). If not, this "
-                "process has another worker's task index"
-            )
-            yield [_warn(text, remedy)]
-        else:
-            yield [_ok(f"this task can listen at {address}")]
+        yield [finding]
 
 
 def check_peers(
@@ -463,11 +450,7 @@ def check_peers(
             it can.
         names: The peers' names, by address; by default those of their tasks.
     """
-    peers = dict(names or {}) or {
-        address: f"{kind} {number} ({address})"
-        for kind, listed in (("rank", cluster.workers), ("server", cluster.servers))
-        for number, address in enumerate(listed)
-    }
+    peers = dict(names or _names(cluster))
     peers.pop(cluster.address or "", None)
     deadline = Deadline(seconds)
     silent = f"no answer within {seconds:g} s"
@@ -489,9 +472,9 @@ def check_peers(
         # `probe` keeps its own deadline; this is for one that doesn't.
         thread.join(deadline.remaining() + 1.0)
     return [
-        _ok(f"{name} accepts connections")
+        _ok(f"{name} ({address}) accepts connections")
         if (reason := reasons[address]) is None
-        else _fault(f"{name} can't be reached: {reason}", _remedy(reason))
+        else _fault(f"{name} ({address}) can't be reached: {reason}", _remedy(reason))
         for address, name in peers.items()
     ]
 
@@ -521,37 +504,33 @@ def check_hosts(options: host_options.HostOptions, seconds: float) -> _Sections:
     """
     names = ", ".join(host.target for host in options.hosts)
     text = f"a job on hosts that ssh reaches: {names}"
-    yield (
-        "cluster",
-        [_ok(text + _NOT_LOOKED_AT.format(more="certificates and devices but GPUs"))],
-    )
+    text += _NOT_LOOKED_AT.format(more="certificates and devices but GPUs")
+    yield "cluster", [_ok(text)]
     counts = dict.fromkeys(options.hosts, 1)
     with check.asking(options, counts, (), finds_gpus=True, listens=True) as (_, some):
         here = facts(os.getcwd(), [])
         answers = {probe: probe.result() for probe in some}
-        found = [_of_host(probe.host, a, here) for probe, a in answers.items()]
-        yield "hosts", list(itertools.chain(*found))
+        found = (_of_host(probe.host, each, here) for probe, each in answers.items())
+        yield "hosts", itertools.chain.from_iterable(found)
         if len(answers) > 1:
             yield "ports", _reach_each_other(answers, seconds)
 
 
 def _of_host(
     host: Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
-) -> list[Finding]:
-    found = [
-        _fault(text, _host_remedy(host, answer, text))
-        for text in check.faults_of(host, answer, here)
-    ]
+) -> _Findings:
+    faults = check.faults_of(host, answer, here)
+    for text in faults:
+        yield _fault(text, _host_remedy(host, answer, text))
     if isinstance(answer, str):
-        return found
+        return
     gpus, why_not = answer["gpus"]
     if why_not:
         remedy = "correct that, or start the job with --gpus none"
-        found.append(_warn(f"{host.target} can't list its GPUs: {why_not}", remedy))
-    if not found:
+        yield _warn(f"{host.target} can't list its GPUs: {why_not}", remedy)
+    elif not faults:
         text = f"{host.target} has the folder and versions of this host; GPUs: "
-        found.append(_ok(f"{text}{len(gpus)}"))
-    return found
+        yield _ok(f"{text}{len(gpus)}")
 
 
 def _host_remedy(host: Host, answer: dict[str, Any] | str, text: str) -> str:
@@ -569,14 +548,13 @@ def _host_remedy(host: Host, answer: dict[str, Any] | str, text: str) -> str:
 
 def _reach_each_other(
     answers: Mapping[check.HostProbe, dict[str, Any] | str], seconds: float
-) -> list[Finding]:
+) -> _Findings:
     """Let each host connect to a port of each other one, as their tasks will."""
     addresses: dict[check.HostProbe, str] = {}
-    found = []
     for probe, answer in answers.items():
         if isinstance(answer, str) or not answer["addresses"]:
             text = f"no port of {probe.host.target} was tried, which can't be used"
-            found.append(_warn(text, "correct that first"))
+            yield _warn(text, "correct that first")
             continue
         family, bound = answer["addresses"][0]
         place = Place(host=probe.host, family=family, address=tuple(bound))
@@ -592,24 +570,18 @@ def _reach_each_other(
     for probe, listed in others.items():
         name, reply = probe.host.target, probe.result(limit)
         if isinstance(reply, str):
-            remedy = "correct what is said of that host above"
-            found.append(
-                _warn(f"{name} can't try to reach the others: {reply}", remedy)
-            )
+            text = f"{name} can't try to reach the others: {reply}"
+            yield _warn(text, "correct what is said of that host above")
             continue
-        reasons = dict(zip(listed, reply["unreachable"], strict=True))
-        remedy = (
-            "look at the firewalls between the two, which must let all ports pass, and "
-            "at whether the name means the same host on both"
-        )
-        lost = [
-            _fault(f"{name} can't reach {address}: {why}", remedy)
-            for address, why in reasons.items()
-            if why is not None
-        ]
-        reached = [_ok(f"{name} reaches {', '.join(listed)}")] if listed else []
-        found += lost or reached
-    return found
+        for address, why in zip(listed, reply["unreachable"], strict=True):
+            if why is not None:
+                yield _fault(
+                    f"{name} can't reach {address}: {why}",
+                    "look at the firewalls between the two, which must let all ports "
+                    "pass, and at whether the name means the same host on both",
+                )
+        if listed and not any(reply["unreachable"]):
+            yield _ok(f"{name} reaches {', '.join(listed)}")
 
 
 # The hosts of `kerasdist run --nnodes`: doctors meet as launchers do.
@@ -626,17 +598,15 @@ def check_nodes(
         environ: The environment.
     """
     text = f"a job of {options.count} hosts, which meet at {options.rendezvous}"
-    yield (
-        "cluster",
-        [_ok(text + _NOT_LOOKED_AT.format(more="certificates and devices"))],
-    )
+    text += _NOT_LOOKED_AT.format(more="certificates and devices")
+    yield "cluster", [_ok(text)]
     place = Cluster(rank=0, size=1, workers=(options.rendezvous,))
-    found = check_secret(place, environ) if options.count > 1 else []
+    found = list(check_secret(place, environ)) if options.count > 1 else []
     if found:
         yield "secret", found
-    encryption = check_encryption(place, environ)
+    found += (encryption := list(check_encryption(place, environ)))
     yield "encryption", encryption
-    if any(each.level == "fault" for each in (*found, *encryption)):
+    if any(each.level == "fault" for each in found):
         text = "the other hosts weren't met: the secret or the certificates are wrong"
         yield "hosts", [_warn(text, "correct that first")]
         return
@@ -648,18 +618,14 @@ def check_nodes(
     try:
         with meeting(options, 1, 0, secret) as part:
             index, workers = part.first["worker"], tuple(part.cluster["worker"])
+            count, late = len(workers), math.ceil(seconds) + _MORE_SECONDS
             numbers = dict(zip(workers, sorted(part.facts), strict=True))
             yield "hosts", _of_nodes(options, part, numbers, remedy)
-            cluster = Cluster(rank=index, size=len(workers), workers=workers)
-            names = {each: f"host {i} ({each})" for each, i in numbers.items()}
+            cluster = Cluster(rank=index, size=count, workers=workers)
+            names = {each: f"host {i}" for each, i in numbers.items()}
             yield "peers", check_peers(cluster, seconds, names=names)
             # Others may still try to reach this one: all leave together.
-            again = dataclasses.replace(
-                options,
-                count=len(workers),
-                rank=index,
-                seconds=math.ceil(seconds) + _MORE_SECONDS,
-            )
+            again = dataclasses.replace(options, count=count, rank=index, seconds=late)
             with contextlib.suppress(RendezvousError), meeting(again, 1, 0, secret):
                 pass
     except RendezvousError as error:
@@ -671,27 +637,26 @@ def _of_nodes(
     part: LocalPart,
     numbers: Mapping[str, int],
     remedy: str,
-) -> list[Finding]:
+) -> _Findings:
     """Tell which hosts came, and in what they differ from this one."""
-    found = []
     own = numbers[part.cluster["worker"][part.first["worker"]]]
     for address, number in numbers.items():
         name = f"host {number} ({split_address(address)[0]})"
-        same = "is this one" if number == own else "is here, with the same versions"
         faults = check.differences(name, part.facts[number], part.facts[own])
-        found += [_fault(each, "install the same on all hosts") for each in faults]
+        for each in faults:
+            yield _fault(each, "install the same on all hosts")
         if not faults:
-            found.append(_ok(f"{name} {same}"))
+            same = "is this one" if number == own else "is here, with the same versions"
+            yield _ok(f"{name} {same}")
     missing = sorted({*range(options.count)} - {*part.facts})
     refused = [f"refused: {each}" for each in part.refused]
     if missing:
         text = f"{len(missing)} of {options.count} hosts didn't come in time"
         if options.rank is not None:
             text += f": host {', '.join(map(str, missing))}"
-        text = "\n".join([f"{text} (--start-timeout {options.seconds})", *refused])
-        found.append(_fault(text, remedy))
+        text += f" (--start-timeout {options.seconds})"
+        yield _fault("\n".join([text, *refused]), remedy)
     elif refused:
         text = "\n".join(["others were refused before all were here", *refused])
         remedy = "nothing, if these were earlier attempts; else end those processes"
-        found.append(_warn(text, remedy))
-    return found
+        yield _warn(text, remedy)

@@ -8,6 +8,7 @@ own: one that crashes or hangs doesn't affect this process.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import ctypes.util
 import fcntl
@@ -118,12 +119,11 @@ def limits() -> dict[str, str]:
     """Return this process's limits: those that hold, and those it may raise them to."""
     found = {}
     for name, number in _LIMITS.items():
-        soft, hard = resource.getrlimit(number)
-        texts = [
+        soft, hard = (
             "unlimited" if each == resource.RLIM_INFINITY else str(each)
-            for each in (soft, hard)
-        ]
-        found[name] = texts[0] if texts[0] == texts[1] else f"{texts[0]} of {texts[1]}"
+            for each in resource.getrlimit(number)
+        )
+        found[name] = soft if soft == hard else f"{soft} of {hard}"
     return found
 
 
@@ -201,21 +201,16 @@ def hide_secrets(value: Any, environ: Mapping[str, str]) -> Any:
         value: Text, or lists and dictionaries with it.
         environ: The environment: all of it, not only what is shown.
     """
-    # A path isn't a secret, and is a part of many others.
-    secrets = sorted(
-        {
-            text
-            for name, text in environ.items()
-            if _IS_SECRET.search(name)
-            and len(text) >= _LEAST
-            and not text.startswith("/")
-        },
-        key=len,
-        reverse=True,
-    )
+    secrets = [
+        text
+        for name, text in environ.items()
+        # A path isn't a secret, and is a part of many others.
+        if _IS_SECRET.search(name) and len(text) >= _LEAST and text[0] != "/"
+    ]
 
     def without(text: str) -> str:
-        for secret in secrets:
+        # A secret may be a part of another one.
+        for secret in sorted(secrets, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
         return _without_inside(text)
 
@@ -308,17 +303,16 @@ def versions() -> dict[str, str]:
 
 def extras() -> dict[str, str]:
     """Return of each extra of kerasdist whether it's installed."""
-    wanted: dict[str, set[str]] = {}
+    wanted: dict[str, set[str]] = collections.defaultdict(set)
     for requirement in importlib.metadata.requires("kerasdist") or []:
-        extra = re.search(r"extra\s*==\s*['\"]([\w.-]+)['\"]", requirement)
-        name = re.match(r"[\w.-]+", requirement)
-        if extra is not None and name is not None:
-            wanted.setdefault(extra[1], set()).add(name[0])
-    return {
-        extra: ", ".join(missing) + " missing" if missing else "installed"
-        for extra, names in sorted(wanted.items())
-        for missing in [sorted(name for name in names if version_of(name) is None)]
-    }
+        of_extra = re.match(r"([\w.-]+).*extra\s*==\s*['\"]([\w.-]+)['\"]", requirement)
+        if of_extra is not None:
+            wanted[of_extra[2]].add(of_extra[1])
+    found = {}
+    for extra, names in sorted(wanted.items()):
+        missing = ", ".join(sorted(name for name in names if not version_of(name)))
+        found[extra] = f"{missing} missing" if missing else "installed"
+    return found
 
 
 def find_allocator() -> str | None:
@@ -411,16 +405,27 @@ def gpus(
             (re.findall(r"^Model:\s*(.*)$", each.read_text(), re.M) or ["unknown"])[0]
             for each in sorted((folder / "gpus").glob("*/information"))
         ]
-    if seconds == 0:
-        return {**found, "TensorFlow": "not asked (--no-tensorflow)"}
-    try:
-        return {**found, "TensorFlow": ask_tensorflow(seconds, command)}
-    except Exception as error:
-        # The driver's part is known all the same.
-        return {**found, "TensorFlow": {"unreadable": str(error)}}
+    found["TensorFlow"] = "not asked (--no-tensorflow)"
+    if seconds:
+        try:
+            found["TensorFlow"] = ask_tensorflow(seconds, command)
+        except Exception as error:
+            # The driver's part is known all the same.
+            found["TensorFlow"] = {"unreadable": str(error)}
+    return found
 
 
 _TENSORFLOW_SECONDS = 60.0
+# The variable by which each launcher is known.
+_SIGNS = {
+    "kerasdist run": "KERASDIST_REPORT_FD",
+    "Slurm": "SLURM_JOB_ID",
+    "Open MPI": "OMPI_COMM_WORLD_SIZE",
+    "MPI (PMI)": "PMI_SIZE",
+    "PMIx": "PMIX_RANK",
+    "Kubernetes": "KUBERNETES_SERVICE_HOST",
+    "Ray": "RAY_JOB_ID",
+}
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -492,29 +497,19 @@ def report(environ: Mapping[str, str], seconds: float) -> dict[str, Any]:
 
 def _launcher(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what started this process, and its place in the job."""
-    found: dict[str, Any] = {}
-    signs = {
-        "kerasdist run": "KERASDIST_REPORT_FD",
-        "Slurm": "SLURM_JOB_ID",
-        "Open MPI": "OMPI_COMM_WORLD_SIZE",
-        "MPI (PMI)": "PMI_SIZE",
-        "PMIx": "PMIX_RANK",
-        "Kubernetes": "KUBERNETES_SERVICE_HOST",
-        "Ray": "RAY_JOB_ID",
-    }
-    found["signs of"] = [name for name, sign in signs.items() if sign in environ]
+    signs = [name for name, sign in _SIGNS.items() if sign in environ]
     try:
         place = resolve(environ=environ)
     except ClusterError as error:
         # What was received is among the variables.
         text = str(error).partition("\nReceived: ")[0]
-        return {**found, "place": {"unreadable": text}}
+        return {"signs of": signs, "place": {"unreadable": text}}
     who = f"{place.task_type} {place.task_index}"
     rank = f"server of {counted(place.size, 'worker')}"
     if place.rank is not None:
         rank = f"rank {place.rank} of {place.size}"
     settings = "no settings" if place.source == "none" else place.source
-    return {**found, "place": f"{rank} ({who}), by {settings}"}
+    return {"signs of": signs, "place": f"{rank} ({who}), by {settings}"}
 
 
 def _print(name: str, part: Any, indent: str = "") -> None:

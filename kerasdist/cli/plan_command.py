@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kerasdist.cli.console import add_command
+from kerasdist.cli.console import above_zero, add_command
 from kerasdist.errors import PlanError
 from kerasdist.placement.advice import parse_bytes
 from kerasdist.placement.plan import Plan
@@ -70,6 +70,7 @@ def document_of_error(error: PlanError) -> dict[str, Any]:
     return {**nearest, "fits": False, "advice": list(error.advice), "error": found}
 
 
+_number = above_zero(int, "an integer")
 _DESCRIPTION = """\
 Print what each layer of a model costs (parameters, gradients and slots, activations,
 operations), the device proposed for it, and what each device would hold. No weights
@@ -106,11 +107,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "machine need --memory (default: all GPUs, or all CPUs)",
     )
     parser.add_argument(
-        "--batch-size",
-        metavar="N",
-        type=_number,
-        required=True,
-        help="rows of a batch",
+        "--batch-size", metavar="N", type=_number, required=True, help="rows of a batch"
     )
     parser.add_argument(
         "--optimizer",
@@ -147,18 +144,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="print one JSON document instead of the tables, with sizes in bytes",
     )
-
-
-def _number(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be an integer above 0. Received: {text!r}"
-        )
-    return number
 
 
 def _sizes(text: str) -> int | list[int]:

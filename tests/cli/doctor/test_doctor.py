@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import resource
@@ -159,9 +160,10 @@ def test_a_wrong_timeout(capfd, seconds):
 
 
 def test_versions(monkeypatch):
-    found = doctor.check_versions({})
+    found = list(doctor.check_versions({}))
     assert set(levels(found)) == {"ok"}
-    found = doctor.check_versions({"KERAS_BACKEND": "jax", "TF_USE_LEGACY_KERAS": "1"})
+    environ = {"KERAS_BACKEND": "jax", "TF_USE_LEGACY_KERAS": "1"}
+    found = list(doctor.check_versions(environ))
     assert levels(found)[-2:] == ["fault", "fault"]
     assert "KERAS_BACKEND='jax'" in found[-2].text
     # Installing an old TensorFlow for this would take minutes.
@@ -202,23 +204,56 @@ def test_devices_of_a_tensorflow_that_hangs_with_a_child():
 def test_gpus_that_tensorflow_doesnt_see(tmp_path):
     (tmp_path / "0000:01:00.0").touch()
     code = """print('noise\\nDEVICES{"devices": ["CPU:0"]}')"""
-    found = doctor.check_devices(60.0, [sys.executable, "-c", code], str(tmp_path))
+    command = [sys.executable, "-c", code]
+    found = list(doctor.check_devices(60.0, command, str(tmp_path)))
     assert levels(found) == ["ok", "warn"]
     assert found[1].text == "the driver knows 1 GPUs, TensorFlow sees 0"
 
 
 def test_cluster():
-    cluster, found = doctor.check_cluster({})
-    assert cluster == Cluster(rank=0, size=1)
-    assert levels(found) == ["ok"]
-    cluster, found = doctor.check_cluster({"TF_CONFIG": "{"})
-    assert cluster is None
-    assert levels(found) == ["fault"]
-    environ = {"TF_CONFIG": tf_config(1, "localhost:1", "host:1")}
-    cluster, found = doctor.check_cluster(environ)
-    assert cluster is not None
-    assert cluster.rank == 1
-    assert levels(found) == ["ok", "ok", "ok", "warn"]
+    def found(**environ):
+        title, found = next(doctor.check_task(1.0, environ))
+        assert title == "cluster"
+        return list(found)
+
+    (alone,) = found()
+    assert alone.level == "ok"
+    assert alone.text.startswith("no cluster settings: one worker\n")
+    assert levels(found(TF_CONFIG="{")) == ["fault"]
+    place, *others = found(TF_CONFIG=tf_config(1, "localhost:1", "host:1"))
+    assert place.text == "this is rank 1 of 2 (worker 1), by TF_CONFIG"
+    assert levels([place, *others]) == ["ok", "ok", "ok", "warn"]
+    assert [each.text for each in others[:2]] == [
+        "rank 0: localhost:1",
+        "rank 1: host:1",
+    ]
+    cluster = {"worker": ["localhost:1"], "ps": ["localhost:2"]}
+    task = {"type": "ps", "index": 0}
+    config = json.dumps({"cluster": cluster, "task": task})
+    assert [each.text for each in found(TF_CONFIG=config)] == [
+        "this is server 0 of 1, by TF_CONFIG",
+        "rank 0: localhost:1",
+        "server 0: localhost:2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            "this is rank 1 of 2, by MPI",
+        ),
+        ({"PMIX_RANK": "0"}, "a process that PMIx started: only MPI knows its rank"),
+    ],
+)
+def test_a_process_of_mpi(environ, text, monkeypatch):
+    for spec in ("mpi4py", None):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, spec=spec: spec)
+        _, section = next(doctor.check_task(1.0, environ))
+        place, *faults = section
+        assert (place.level, place.text) == ("ok", text)
+        assert levels(faults) == ([] if spec else ["fault"])
 
 
 @pytest.mark.parametrize(
