@@ -2,7 +2,8 @@
 
 A command's module has `add_parser(commands)`, which adds its options and sets the
 defaults `parser`, its own, and `handler`: a function from the parsed arguments to the
-exit code. With an option `--json` it fills `arguments.document`, which is None without.
+exit code. With an option `--json` it also fills `arguments.document`, and prints only
+without it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kerasdist._version import __version__
 from kerasdist.cli import bench, completion, doctor, env, plan_command
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             # Also of help, and after the document: not when the interpreter ends.
             stack.callback(lambda: sys.stdout.flush())
-            document = None
+            document: dict[str, Any] = {}
             if _wants_json(options, commands.choices):
                 document = stack.enter_context(json_document(options[0]))
             known = argparse.Namespace(script=command, document=document)
@@ -59,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 # With the usage of the command that was given, not of `kerasdist`.
                 arguments.parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
             code: int = arguments.handler(arguments)
-            if document is not None:
-                document["ok"] = code == 0
+            document["ok"] = code == 0
             return code
     except BrokenPipeError:
         # The reader has enough, as `head` has. At its end Python writes the rest.

@@ -140,16 +140,15 @@ def _run(arguments: argparse.Namespace) -> int:
         found = list(section)
         for finding in found:
             counts[finding.level] += 1
-        if arguments.document is None:
+        if not arguments.json:
             _print(title, found)
         findings = [dataclasses.asdict(finding) for finding in found]
         sections.append({"name": title, "findings": findings})
+    arguments.document.update(counts=counts, sections=sections)
     faulty, warnings = counts["fault"], counts["warn"]
-    if arguments.document is not None:
-        arguments.document.update(counts=counts, sections=sections)
-    elif faulty:
+    if faulty and not arguments.json:
         print(f"{counted(faulty, 'fault')}: see the lines that begin with ->")
-    else:
+    elif not arguments.json:
         print("no faults" + (f", {counted(warnings, 'warning')}" if warnings else ""))
     return 1 if faulty else 0
 
@@ -208,31 +207,30 @@ def _numbers(version: str) -> tuple[int, ...]:
 def check_devices(
     seconds: float,
     command: Sequence[str] = env.LISTING,
-    drivers: str = "/proc/driver/nvidia/gpus",
+    drivers: str = "/proc/driver/nvidia",
 ) -> _Findings:
     """List TensorFlow's devices, in a process of its own.
 
     Args:
         seconds: How long it may take.
         command: The command that prints the devices.
-        drivers: Folder with one entry for each GPU that the driver knows.
+        drivers: The driver's folder.
     """
-    try:
-        names: list[str] = env.ask_tensorflow(seconds, command)["devices"]
-    except env.TensorFlowError as error:
+    found = env.gpus(seconds, command, drivers)
+    asked = found["TensorFlow"]
+    if "unreadable" in asked:
         remedy = f"look at the output of `{sys.executable} -c 'import tensorflow'`"
-        yield _fault(str(error), remedy)
+        yield _fault(asked["unreadable"], remedy)
         return
-    yield from (_ok(f"device {name}") for name in names)
-    gpus = sum(name.startswith("GPU:") for name in names)
-    with contextlib.suppress(OSError):
-        known = len(os.listdir(drivers))
-        if known > gpus:
-            yield _warn(
-                f"the driver knows {known} GPUs, TensorFlow sees {gpus}",
-                "look at CUDA_VISIBLE_DEVICES, and whether TensorFlow has its CUDA "
-                "libraries (pip install 'tensorflow[and-cuda]')",
-            )
+    yield from (_ok(f"device {name}") for name in asked["devices"])
+    gpus = sum(name.startswith("GPU:") for name in asked["devices"])
+    known = len(found.get("GPUs of the driver", ()))
+    if known > gpus:
+        yield _warn(
+            f"the driver knows {known} GPUs, TensorFlow sees {gpus}",
+            "look at CUDA_VISIBLE_DEVICES, and whether TensorFlow has its CUDA "
+            "libraries (pip install 'tensorflow[and-cuda]')",
+        )
 
 
 def check_shared_memory() -> _Findings:
@@ -555,16 +553,14 @@ def _reach_each_other(
         if isinstance(answer, str) or not answer["addresses"]:
             text = f"no port of {probe.host.target} was tried, which can't be used"
             yield _warn(text, "correct that first")
-            continue
-        family, bound = answer["addresses"][0]
-        place = Place(host=probe.host, family=family, address=tuple(bound))
-        addresses[probe] = place.text
-    others = {
-        probe: [address for other, address in addresses.items() if other is not probe]
-        for probe in addresses
-    }
-    for probe, listed in others.items():
-        probe.ask_again({"addresses": listed, "seconds": seconds})
+        else:
+            family, bound = answer["addresses"][0]
+            place = Place(host=probe.host, family=family, address=tuple(bound))
+            addresses[probe] = place.text
+    others: dict[check.HostProbe, list[str]] = {}
+    for probe in addresses:
+        others[probe] = [a for other, a in addresses.items() if other is not probe]
+        probe.ask_again({"addresses": others[probe], "seconds": seconds})
     limit = seconds + check.ANSWER_SECONDS
     check.await_answers(list(others), limit)
     for probe, listed in others.items():

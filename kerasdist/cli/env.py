@@ -344,19 +344,12 @@ def loaded_allocator(environ: Mapping[str, str]) -> str | None:
     return next((name for name in ALLOCATORS if f"lib{name}." in preload), None)
 
 
-class TensorFlowError(Exception):
-    """TensorFlow can't be imported, or didn't answer in time."""
-
-
-def ask_tensorflow(seconds: float, command: Sequence[str] = LISTING) -> Any:
-    """Return TensorFlow's version and devices, as `LIST_DEVICES` prints them.
+def _ask_tensorflow(seconds: float, command: Sequence[str]) -> Any:
+    """Return TensorFlow's version and devices; if it fails, a dictionary with why.
 
     Args:
         seconds: How long it may take.
-        command: The command that prints them.
-
-    Raises:
-        TensorFlowError: It failed, or took longer.
+        command: The command that prints them, as `LIST_DEVICES` does.
     """
     process = subprocess.Popen(
         command,
@@ -369,20 +362,19 @@ def ask_tensorflow(seconds: float, command: Sequence[str] = LISTING) -> Any:
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise TensorFlowError(
-            f"TensorFlow didn't list its devices within {seconds:g} s"
-        ) from None
+        text = f"TensorFlow didn't list its devices within {seconds:g} s"
+        return {"unreadable": text}
     finally:
         # Also its children, if it hangs or has left some behind.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     _, mark, answer = out.decode(errors="replace").rpartition(f"\n{_ANSWER}")
-    if process.returncode != 0 or not mark:
-        last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
-        how = f"exit code {process.returncode}"
-        raise TensorFlowError(f"TensorFlow can't be imported ({how}): {last[0]}")
-    return json.loads(answer)
+    if process.returncode == 0 and mark:
+        return json.loads(answer)
+    last = err.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+    how = f"exit code {process.returncode}"
+    return {"unreadable": f"TensorFlow can't be imported ({how}): {last[0]}"}
 
 
 def gpus(
@@ -407,10 +399,10 @@ def gpus(
         ]
     found["TensorFlow"] = "not asked (--no-tensorflow)"
     if seconds:
+        # Whatever the error is: the driver's part is known all the same.
         try:
-            found["TensorFlow"] = ask_tensorflow(seconds, command)
+            found["TensorFlow"] = _ask_tensorflow(seconds, command)
         except Exception as error:
-            # The driver's part is known all the same.
             found["TensorFlow"] = {"unreadable": str(error)}
     return found
 
@@ -452,9 +444,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     seconds = 0.0 if arguments.no_tensorflow else _TENSORFLOW_SECONDS
     found = report(os.environ, seconds)
-    if arguments.document is not None:
-        arguments.document.update(found)
-    else:
+    arguments.document.update(found)
+    if not arguments.json:
         for name, part in found.items():
             _print(name, part)
     return 0

@@ -173,15 +173,13 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     except PlanError as error:
         print(error, file=sys.stderr)
-        if arguments.document is not None:
-            arguments.document.update(document_of_error(error))
+        arguments.document.update(document_of_error(error))
         return 1
     except ValueError as error:
         arguments.parser.error(str(error))
-    if arguments.document is None:
+    arguments.document.update(document_of(found))
+    if not arguments.json:
         print(found)
-    else:
-        arguments.document.update(document_of(found))
     return 0
 
 

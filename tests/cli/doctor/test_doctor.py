@@ -202,7 +202,10 @@ def test_devices_of_a_tensorflow_that_hangs_with_a_child():
 
 
 def test_gpus_that_tensorflow_doesnt_see(tmp_path):
-    (tmp_path / "0000:01:00.0").touch()
+    folder = tmp_path / "gpus" / "0000:01:00.0"
+    folder.mkdir(parents=True)
+    (folder / "information").write_text("Model: NVIDIA A100\n")
+    (tmp_path / "version").write_text("NVRM version: 550.1\n")
     code = """print('noise\\nDEVICES{"devices": ["CPU:0"]}')"""
     command = [sys.executable, "-c", code]
     found = list(doctor.check_devices(60.0, command, str(tmp_path)))
