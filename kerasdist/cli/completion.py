@@ -16,43 +16,31 @@ SHELLS = ("bash", "zsh", "fish")
 # Also run by zsh, as bash would. Without a reply the shell completes names of files.
 _BASH = """\
 _kerasdist() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}"
-    local previous="${{COMP_WORDS[COMP_CWORD-1]}}"
-    local options="" valued="" words="" other="" files="" script="" skip="" i
+    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}"
+    local options="" valued="" words="" other="" ends="" script="" skip="" i
     COMPREPLY=()
-    if [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "{commands}" -- "$current"))
-        return
-    fi
     case "${{COMP_WORDS[1]}}" in
 {cases}
-    *) return ;;
+    *) [ "$COMP_CWORD" -eq 1 ] || return ;;
     esac
-    # What follows the script belongs to it.
     for ((i = 2; i < COMP_CWORD; i++)); do
-        if [ -n "$skip" ]; then
-            skip=""
-            continue
-        fi
-        case "${{COMP_WORDS[i]}}" in
-        -m | --) script=yes ;;
-        -*) case " $valued " in *" ${{COMP_WORDS[i]}} "*) skip=yes ;; esac ;;
-        *) script=yes ;;
+        case "$skip ${{COMP_WORDS[i]}}" in
+        yes*) skip="" ;;
+        " -m" | " --" | " " | " "[!-]*) script=yes ;;
+        *) case " $valued " in *" ${{COMP_WORDS[i]}} "*) skip=yes ;; esac ;;
         esac
     done
-    if [ -n "$script" ] && [ "$files" = after ]; then
-        return
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{commands}"
+    elif [ "$script$ends" = yesyes ]; then
+        return  # what follows the script belongs to it
+    elif [ -z "$skip" ]; then
+        case "$current" in
+        -*) words="$options" ;;
+        *) words="$other" ;;
+        esac
     fi
-    if [ -n "$skip" ]; then
-        if [ -n "$words" ]; then
-            COMPREPLY=($(compgen -W "$words" -- "$current"))
-        fi
-        return
-    fi
-    case "$current" in
-    -*) COMPREPLY=($(compgen -W "$options" -- "$current")) ;;
-    *) [ -n "$files" ] || COMPREPLY=($(compgen -W "$other" -- "$current")) ;;
-    esac
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _kerasdist kerasdist
 """
@@ -83,7 +71,7 @@ class _Command:
     def bash_case(self) -> str:
         """Return the lines of bash that are run for this command."""
         names = _names(self.options)
-        files = ("after" if self.name in _WITH_SCRIPT else "yes") * self.has_script
+        other = "" if self.has_script else self.words or names
         choices = "".join(
             f'        {" | ".join(each.option_strings)}) words="{_choices(each)}" ;;\n'
             for each in self.options
@@ -95,8 +83,8 @@ class _Command:
             f"    {self.name})\n"
             f'        options="{names}"\n'
             f'        valued="{_names([o for o in self.options if o.nargs != 0])}"\n'
-            f'        other="{self.words or names}"\n'
-            f'        files="{files}"\n'
+            f'        other="{other}"\n'
+            f'        ends="{"yes" if self.name in _WITH_SCRIPT else ""}"\n'
             f"{choices}        ;;"
         )
 
