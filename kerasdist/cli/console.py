@@ -1,4 +1,4 @@
-"""The launcher's own lines, which go to the logger "kerasdist.run"."""
+"""What commands share: the JSON document, parsers, and the launcher's own lines."""
 
 from __future__ import annotations
 
@@ -140,6 +140,8 @@ def above_zero(read: Callable[[str], float], what: str) -> Callable[[str], Any]:
 
     return value_of
 
+
+# The launcher's own lines.
 
 _LOG = logging.getLogger("kerasdist.run")
 
