@@ -1,4 +1,4 @@
-"""What commands share: the JSON document, parsers, and the launcher's own lines."""
+"""The JSON document, the parsers, and the launcher's own lines, for all commands."""
 
 from __future__ import annotations
 
