@@ -32,7 +32,7 @@ from kerasdist import errors
 from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.errors import KerasDistError, WorkerLost
-from kerasdist.transport.log import default_handler as _default_handler
+from kerasdist.transport import log as _default_handler
 
 # For readers of the source; type checkers read `__init__.pyi`, because a module with
 # `__getattr__` has any name for them.

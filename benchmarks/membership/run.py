@@ -22,7 +22,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 
 from common import Report, arguments, human_bytes, median, table
-from kerasdist.transport.membership.encoding import decode, encode
 from kerasdist.transport.membership.events import (
     Apply,
     Dead,
@@ -34,6 +33,8 @@ from kerasdist.transport.membership.events import (
     Progress,
     Received,
     Send,
+    decode,
+    encode,
     first_decision,
 )
 from kerasdist.transport.membership.machine import PaxosParticipant

@@ -40,7 +40,7 @@ from kerasdist.callbacks.scaling.metrics import Figures, combine
 from kerasdist.callbacks.scaling.summaries import Summaries
 from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 
 # After this many calls one worker's speed is measured: the first call traces.
 _CALIBRATE = 2
@@ -490,7 +490,7 @@ class ScalingTensorBoard(JobCallback):
             )
             if self._verbose:
                 text = bottleneck.to_text(self.figures, self.verdict)
-                status.info("%s", text)
+                log.info("%s", text)
         self._put({}, texts=words)
         self._changes = None
         if self._summaries is not None:

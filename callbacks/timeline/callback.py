@@ -16,10 +16,9 @@ from kerasdist._keras.protocols import hooks_of, stage_clock_of, timer_of
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.callbacks.timeline.trace import Execution, Record, Span, trace, xspace
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.clock_sync import clock_offset
-from kerasdist.strategies.measure.stages import StageClock
+from kerasdist.strategies.measure.stages import StageClock, clock_offset
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 from kerasdist.transport.tracing import now
 
 # A rank keeps at most this many spans: a window of steps should be short.
@@ -175,7 +174,7 @@ class Timeline(JobCallback):
         if self._record is not None:
             self._write()
         elif self.verbose and self._is_chief:
-            status.info(
+            log.info(
                 "%s",
                 f"kerasdist: {self.path} isn't written: `fit` ended after "
                 f"{self._taken} step(s), before step {self.steps[0]}.",
@@ -314,7 +313,7 @@ class Timeline(JobCallback):
         if self.verbose:
             count = sum(len(each.spans) for each in records)
             error = max(each.error for each in records) / 1000
-            status.info(
+            log.info(
                 "%s",
                 f"kerasdist: the timeline of {len(records)} rank(s) is in {self.path}: "
                 f"{len(record.executions)} call(s) of the training step, {count} "

@@ -148,7 +148,7 @@ class Record:
         rank: Its rank.
         host: Its name.
         offsets: The lead of its clock over rank 0's: two of (at, ahead, error), from
-            the begin and the end, see `collectives.clock_sync`.
+            the begin and the end, see `strategies.measure.stages`.
         executions: Its steps.
         spans: The spans of its communicator.
         dropped: Number of spans that weren't kept.

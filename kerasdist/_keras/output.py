@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 
 
 class OnceLogger:
@@ -21,5 +21,5 @@ class OnceLogger:
     def __call__(self, kind: str, line: str) -> None:
         """Log a line, unless one of its kind was logged."""
         if self._rank() == 0 and kind not in self._logged:
-            status.info("%s", line)
+            log.info("%s", line)
         self._logged.add(kind)

@@ -9,7 +9,7 @@ from kerasdist.ps.client.connect_servers import connect_servers, enter
 from kerasdist.ps.client.remote_table import Change, Pulled, RemoteTable, Rows
 from kerasdist.ps.layout import Layout, ServerSettings, Variable
 from kerasdist.ps.membership import Event
-from kerasdist.ps.server.batch_queue import END
+from kerasdist.ps.server.handler import END
 from kerasdist.ps.server.server import ParameterServer
 
 __all__ = [

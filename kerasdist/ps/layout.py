@@ -27,7 +27,7 @@ import numpy as np
 
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.wire.framing import DTYPES
+from kerasdist.transport.framing import DTYPES
 
 # The settings of a job with parameter servers.
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import NoReturn
 
-from kerasdist.cluster.grace import grace_seconds
+from kerasdist.cluster.tf_config import grace_seconds
 from kerasdist.errors import ClusterError
 
 ELASTIC_VARIABLE = "KERASDIST_ELASTIC"

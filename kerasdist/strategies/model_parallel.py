@@ -29,7 +29,7 @@ from kerasdist.strategies.role.cluster_resolver import (
     resolver_of,
 )
 from kerasdist.transport import Timeouts
-from kerasdist.transport.log.default_handler import name_task
+from kerasdist.transport.log import name_task
 
 
 class ModelParallelStrategy(BlockStrategy):

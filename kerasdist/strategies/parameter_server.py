@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.alone import JobAlone
-from kerasdist.collectives.elastic.connect import connect_elastic
+from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
 from kerasdist.ps import Event, ServerClient, ServerSettings, connect_servers
 from kerasdist.ps.elastic.link import ServerLink
 from kerasdist.ps.server.server import session_name

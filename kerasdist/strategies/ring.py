@@ -10,8 +10,7 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
-from kerasdist.collectives.alone import JobAlone
-from kerasdist.collectives.elastic.connect import connect_elastic
+from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import check_devices
@@ -41,7 +40,7 @@ from kerasdist.strategies.sync.elastic_extended import (
 from kerasdist.strategies.sync.extended import SynchronousExtended
 from kerasdist.strategies.sync.strategy import DataParallelStrategy
 from kerasdist.transport import Timeouts
-from kerasdist.transport.log.default_handler import name_task
+from kerasdist.transport.log import name_task
 
 
 class RingStrategy(DataParallelStrategy):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kerasdist.cluster import Cluster, resolve
-from kerasdist.cluster.slurm import expand_hostlist, expand_tasks_per_node
+from kerasdist.cluster.schedulers import expand_hostlist, expand_tasks_per_node
 from kerasdist.errors import ClusterError
 from pace import bound
 

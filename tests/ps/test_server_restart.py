@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.ps.tables.snapshot import path_of, read_snapshot
+from kerasdist.ps.snapshots import path_of, read_snapshot
 from pace import bound
 from servers import ServerProcesses
 from waiting import wait_until

@@ -33,11 +33,10 @@ from kerasdist._keras.elastic.step import ContinuableStep, summed_metrics
 from kerasdist._keras.files.succession import flush_board
 from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
-from kerasdist.collectives.elastic.leaving import Leaving
-from kerasdist.collectives.elastic.termination import end_process, flush_output
+from kerasdist.collectives.elastic.termination import Leaving, end_process, flush_output
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import SnapshotError
-from kerasdist.transport.log import background_log
+from kerasdist.transport import log
 
 # The train function of a job of one worker, which the next start may continue.
 
@@ -399,7 +398,7 @@ class Resumption:
         try:
             self._file.remove()
         except OSError as error:
-            background_log.log(
+            log.log_in_background(
                 logging.WARNING,
                 "kerasdist: %s can't be removed (%s); remove it before the next start "
                 "of this script, which would continue from it",

@@ -62,7 +62,7 @@ from kerasdist._keras.training.state import (
     take_epoch,
 )
 from kerasdist._keras.unscoped_models import warn_if_outside
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 
 # The check that all workers look up the same words.
 #
@@ -335,7 +335,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
         )
     if hooks.workers.rank == 0 and current.fitting > 1:
-        status.info("%s", _start_line(hooks, trainer))
+        log.info("%s", _start_line(hooks, trainer))
     if dynamic is None and hooks.data.length_unknown:
         hooks.log_once(
             "ends of data",

@@ -19,9 +19,9 @@ from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.handshake import is_loopback, job_secret, secret_fault
 from kerasdist.transport.rendezvous.bind import listen_at
 from kerasdist.transport.rendezvous.probe import why_unreachable
-from kerasdist.transport.wire.handshake import is_loopback, job_secret, secret_fault
 
 _RETRY_SECONDS = 0.25
 

@@ -18,9 +18,9 @@ from kerasdist.cli.allocator import ALLOCATORS, find_allocator
 from kerasdist.cli.ask_tensorflow import ANSWER, TensorFlowError, ask_tensorflow
 from kerasdist.cluster import Cluster
 from kerasdist.errors import SharedMemoryFull
+from kerasdist.transport.credentials import tls_fault
+from kerasdist.transport.handshake import is_loopback
 from kerasdist.transport.memory import create_segment
-from kerasdist.transport.tls.credentials import tls_fault
-from kerasdist.transport.wire.handshake import is_loopback
 
 # The doctor's check of this task's certificates.
 

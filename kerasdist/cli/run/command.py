@@ -27,9 +27,9 @@ from kerasdist.cli.run.nodes import node_options as node_options
 from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
 from kerasdist.cli.run.task_processes import JobSpec
 from kerasdist.placement.advice import counted
-from kerasdist.transport.log.default_handler import format_fault, level_fault
-from kerasdist.transport.tls.credentials import tls_fault
-from kerasdist.transport.wire.handshake import secret_fault
+from kerasdist.transport.credentials import tls_fault
+from kerasdist.transport.handshake import secret_fault
+from kerasdist.transport.log import format_fault, level_fault
 
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and

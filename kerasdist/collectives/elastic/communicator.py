@@ -23,12 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.communicator import Communicator, copy_to_raise
+from kerasdist.collectives.elastic.agreement import MembershipService
 from kerasdist.collectives.elastic.groups import BROKEN, Group, Result
-from kerasdist.collectives.elastic.membership.agreement import MembershipService
-from kerasdist.collectives.elastic.membership.lines import PeerMessenger
-from kerasdist.collectives.elastic.membership.startup import discover_members
-from kerasdist.collectives.failures import copy_to_raise
+from kerasdist.collectives.elastic.peer_messenger import PeerMessenger, discover_members
 from kerasdist.collectives.row_exchange import Array, Slices
 from kerasdist.transport.base import Peer
 from kerasdist.transport.membership.events import Member

@@ -13,7 +13,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
-from kerasdist.collectives.elastic.membership.lines import PeerMessenger
+from kerasdist.collectives.elastic.peer_messenger import PeerMessenger
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.deadline import Cancellation, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements

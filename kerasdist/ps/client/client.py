@@ -20,22 +20,21 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.failures import copy_to_raise
+from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.ps.channel.channel import Message
-from kerasdist.ps.client.connection import Roster, ServerConnections
+from kerasdist.ps.channel import Message
+from kerasdist.ps.client.network import Roster, ServerConnections
 from kerasdist.ps.client.remote_table import RemoteTable
 from kerasdist.ps.client.server_communicator import Build, ServerCommunicator, ServerJob
 from kerasdist.ps.layout import Layout, ServerSettings, Variable
 from kerasdist.ps.membership import Event, WorkerProgress
-from kerasdist.ps.server.batch_queue import REMEMBERED
-from kerasdist.ps.server.handler import Goodbye
+from kerasdist.ps.server.handler import REMEMBERED, Goodbye
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Timeouts
+from kerasdist.transport.framing import Call, FrameType, to_json, unexpected
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
-from kerasdist.transport.wire.framing import Call, FrameType, to_json, unexpected
 
 # Control requests: a worker's requests to server 0 besides gradients and weights.
 #

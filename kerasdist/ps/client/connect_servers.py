@@ -12,20 +12,24 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.failures import copy_to_raise
-from kerasdist.ps.channel.channel import Channel, memory_pair
+from kerasdist.collectives.communicator import copy_to_raise
+from kerasdist.ps.channel import Channel, memory_pair
 from kerasdist.ps.client.client import TRANSPORTS, ServerClient
-from kerasdist.ps.client.connection import JOIN_SECONDS, Roster, ServerConnection
-from kerasdist.ps.client.network import NetworkConnection
+from kerasdist.ps.client.network import (
+    JOIN_SECONDS,
+    NetworkConnection,
+    Roster,
+    ServerConnection,
+)
 from kerasdist.ps.client.server_communicator import ServerJob
 from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Event, WorkerRecord
 from kerasdist.ps.server.handler import Goodbye, RequestHandler
 from kerasdist.ps.server.server import session_name
+from kerasdist.transport import log
+from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
-from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.startup import host_key
-from kerasdist.transport.tls.credentials import checked_secret
 
 # Joining a running job: this worker waits for the end of the others' epoch.
 #
@@ -281,7 +285,7 @@ def connect_servers(
 
 def _log_resumed(settings: ServerSettings) -> None:
     """Log the restart on the chief: a folder that was used before must be noticed."""
-    background_log.log(
+    log.log_in_background(
         logging.WARNING,
         "kerasdist: the servers continue from their snapshots in %s, not from the "
         "script's initial weights. To start from scratch, end the job and remove them.",

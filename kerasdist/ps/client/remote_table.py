@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from kerasdist import errors
 from kerasdist.collectives.row_exchange import Array, octets
-from kerasdist.ps.channel.channel import Channel, Message, Spec
+from kerasdist.ps.channel import Channel, Message, Spec
 from kerasdist.ps.client.server_communicator import ServerJob
 from kerasdist.ps.layout import Layout, Piece, dtype_of
-from kerasdist.ps.tables.served_table import merge_rows
+from kerasdist.ps.served_table import merge_rows
+from kerasdist.transport.framing import Call, FrameType
 from kerasdist.transport.tracing import SpanTimer, now
-from kerasdist.transport.wire.framing import Call, FrameType
 
 _NO_CALL = Call(0)
 

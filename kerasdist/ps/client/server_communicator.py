@@ -26,13 +26,13 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, check_dtype, equal_part
-from kerasdist.ps.channel.channel import Channel, Message
+from kerasdist.ps.channel import Channel, Message
 from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import WorkerProgress
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.framing import Call, FrameType
 from kerasdist.transport.tracing import Recorder, SpanTimer
-from kerasdist.transport.wire.framing import Call, FrameType
 
 # A worker's part in a job, as its connections, tables and communicator see it.
 

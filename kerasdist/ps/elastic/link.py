@@ -19,9 +19,9 @@ from kerasdist.ps.client.connect_servers import connect_servers
 from kerasdist.ps.elastic.search import Refused, Search, agreed, names
 from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.server.server import session_name
+from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.tls.credentials import checked_secret
 
 # Of the time for connecting.
 _LEAST_SECONDS = 0.1

@@ -21,8 +21,8 @@ from kerasdist.collectives.elastic.groups import CannotConnect
 from kerasdist.ps.layout import ServerSettings
 from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Cancellation, Deadline
+from kerasdist.transport.framing import FrameType, unexpected
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
-from kerasdist.transport.wire.framing import FrameType, unexpected
 
 # Requests about epochs, from the workers of an elastic job to its servers.
 #

@@ -30,15 +30,15 @@ from kerasdist.ps.elastic.search import (
     refuse,
 )
 from kerasdist.ps.layout import ServerSettings
-from kerasdist.ps.server.batch_queue import Load, share_in_words
+from kerasdist.ps.server.handler import Load, share_in_words
 from kerasdist.ps.server.server import ParameterServer, session_name
+from kerasdist.transport import log
 from kerasdist.transport.base import Connection
+from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
-from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.tls.credentials import checked_secret
 
 # The process of a parameter server of an elastic job: its output, and its end.
 
@@ -93,12 +93,12 @@ def run_elastic_server(
         f"requests, {stats['bytes_received']:,} bytes received, "
         f"{stats['bytes_sent']:,} sent."
     )
-    background_log.flush(_FLUSH_SECONDS)
+    log.flush(_FLUSH_SECONDS)
 
 
 def _log_line(text: str) -> None:
     # Some of it is written while a worker waits for its reply.
-    background_log.log(logging.INFO, "%s", text)
+    log.log_in_background(logging.INFO, "%s", text)
 
 
 _LOOK_SECONDS = 0.25

@@ -31,10 +31,10 @@ from kerasdist import errors
 from kerasdist.collectives.fused_buffer import BufferPool
 from kerasdist.collectives.row_exchange import Array, reducer
 from kerasdist.ps.membership import Membership, WorkerRecord
-from kerasdist.ps.tables.served_table import Place
-from kerasdist.ps.tables.tables import ServedTables
+from kerasdist.ps.served_table import Place
+from kerasdist.ps.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.framing import OPS, Call
+from kerasdist.transport.framing import OPS, Call
 
 # The admission of late-joining workers at epoch boundaries.
 #

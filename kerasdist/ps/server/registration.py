@@ -18,13 +18,13 @@ from kerasdist.ps.membership import WorkerProgress, WorkerRecord
 from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import FrameType
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
     WaitingNotice,
     ranks_in_words,
 )
-from kerasdist.transport.wire.framing import FrameType
 
 PURPOSE = "server"
 # Seconds during which arriving workers are refused because the job has failed.

@@ -39,27 +39,32 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ServerLost, WorkerLost
-from kerasdist.ps.channel.socket_channel import SocketChannel
 from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Event, WorkerRecord
-from kerasdist.ps.server.batch_queue import Load, loads_of, share_in_words
-from kerasdist.ps.server.handler import Goodbye, RequestHandler
+from kerasdist.ps.server.handler import (
+    Goodbye,
+    Load,
+    RequestHandler,
+    loads_of,
+    share_in_words,
+)
 from kerasdist.ps.server.registration import (
     GOODBYE_SECONDS,
     LOOK_SECONDS,
     PURPOSE,
     Registrar,
 )
+from kerasdist.ps.socket_channel import SocketChannel
+from kerasdist.transport import log
 from kerasdist.transport.base import Connection
+from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.framing import FrameType, to_json, unexpected
 from kerasdist.transport.liveness.failure_protocol import encode, hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
-from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import host_key
-from kerasdist.transport.tls.credentials import checked_secret
-from kerasdist.transport.wire.framing import FrameType, to_json, unexpected
 
 # The process of a parameter server: its output, and its reports to the launcher.
 
@@ -131,7 +136,7 @@ def run_server(
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
         f"{_staleness_in_words(stats['tables'])}."
     )
-    background_log.flush(_FLUSH_SECONDS)
+    log.flush(_FLUSH_SECONDS)
 
 
 def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
@@ -152,7 +157,7 @@ def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
 
 def _log_line(text: str) -> None:
     # Some of it is written while a worker waits for its reply.
-    background_log.log(logging.INFO, "%s", text)
+    log.log_in_background(logging.INFO, "%s", text)
 
 
 # The control connections of a server's workers: frames from them, events to them.
@@ -481,7 +486,7 @@ class ParameterServer:
                 self._open_control(worker, connection, joined=joined)
         except Exception:
             # A fault of one worker mustn't affect the others.
-            background_log.log(
+            log.log_in_background(
                 *(logging.ERROR, "kerasdist: registering rank %d failed", rank),
                 exc_info=True,
             )

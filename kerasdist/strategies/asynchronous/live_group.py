@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.row_exchange import Array, Slices
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.ps import ServerClient
 from kerasdist.strategies.options import Options

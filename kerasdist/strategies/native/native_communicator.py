@@ -25,17 +25,16 @@ from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.checked import CheckedCommunicator
-from kerasdist.collectives.failures import copy_to_raise, explain
+from kerasdist.collectives.communicator import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array, itemsize
 from kerasdist.strategies.local_sums.choice import communication_hint
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
-from kerasdist.transport.rendezvous.bind import on_free_port
-from kerasdist.transport.rendezvous.open_servers import narrow, report_unprotected
+from kerasdist.transport.rendezvous.bind import narrow, on_free_port, report_unprotected
 from kerasdist.transport.tracing import Recorder, now
-from kerasdist.transport.wire.framing import Call
 
 # This process's gRPC server, through which TensorFlow's collectives communicate.
 #

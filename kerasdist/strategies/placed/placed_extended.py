@@ -11,7 +11,7 @@ import tensorflow as tf
 from kerasdist import _keras, _tf
 from kerasdist._tf import gradient_placement, patches
 from kerasdist._tf.marks import StrategyExtensions
-from kerasdist.collectives.backends.single import SingleCommunicator
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.measure.step_clock import StepClock

@@ -19,7 +19,7 @@ from kerasdist.strategies.elasticity import (
 from kerasdist.strategies.options import Options, check_installed
 from kerasdist.strategies.role.cluster_resolver import given_cluster, refuse_mpi
 from kerasdist.transport import Timeouts
-from kerasdist.transport.log.default_handler import name_task
+from kerasdist.transport.log import name_task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

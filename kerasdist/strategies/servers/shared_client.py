@@ -21,7 +21,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.ps import Event, ServerClient
 from kerasdist.transport import Timeouts
-from kerasdist.transport.log import background_log
+from kerasdist.transport.log import log_in_background
 
 # The events of other workers, recorded and logged.
 
@@ -44,7 +44,7 @@ class EventLog:
 
 def _log_event(event: Event) -> None:
     if event.kind == "lost":
-        background_log.log(
+        log_in_background(
             logging.WARNING,
             "kerasdist: rank %d (%s) was lost at step %d: %s. The others go on.",
             event.rank,
@@ -53,7 +53,7 @@ def _log_event(event: Event) -> None:
             event.reason,
         )
     elif event.kind == "joined":
-        background_log.log(
+        log_in_background(
             logging.WARNING,
             "kerasdist: rank %d (%s) is waiting; it joins at the end of an epoch.",
             event.rank,

@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.log.background_log import log
-from kerasdist.transport.log.default_handler import LOGGER, rewrites_lines
+from kerasdist.transport.log import LOGGER, log_in_background, rewrites_lines
 from kerasdist.transport.rendezvous.probe import why_unreachable
 
 FIRST_SECONDS = 10.0
@@ -127,7 +126,7 @@ class WaitingNotice:
             seconds = time.monotonic() - self._began
             end = "waits no longer" if error is not None else "has all it waited for"
             text = f"{self._begin} {self._me} {end}, after {seconds:.0f} s."
-            log(
+            log_in_background(
                 logging.INFO,
                 "%s",
                 text,
@@ -161,7 +160,7 @@ class WaitingNotice:
                 return
             seconds = time.monotonic() - self._began
             first, self._logged = not self._logged, True
-            log(
+            log_in_background(
                 logging.WARNING,
                 "%s",
                 self._text(sight, reasons, seconds, first=first),

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from kerasdist.ps.tables.snapshot import path_of
+from kerasdist.ps.snapshots import path_of
 from launching import wait_until_said
 from pace import bound
 from waiting import wait_until

@@ -14,18 +14,18 @@ import pytest
 
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.ps.channel.channel import (
+from kerasdist.ps.channel import (
     ChannelEnded,
     ChannelSilent,
     Message,
     memory_pair,
     spans,
 )
-from kerasdist.ps.channel.socket_channel import SocketChannel
+from kerasdist.ps.socket_channel import SocketChannel
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.framing import Call, FrameType, pack_header
-from kerasdist.transport.wire.handshake import TAG_BYTES
+from kerasdist.transport.framing import Call, FrameType, pack_header
+from kerasdist.transport.handshake import TAG_BYTES
 from pace import bound
 
 pytestmark = pytest.mark.timeout(60)
@@ -254,7 +254,7 @@ def test_without_room_for_shared_memory_it_goes_on_through_the_socket(
     def full(size):
         raise errors.SharedMemoryFull("there is no room")
 
-    monkeypatch.setattr("kerasdist.ps.channel.socket_channel.create_segment", full)
+    monkeypatch.setattr("kerasdist.ps.socket_channel.create_segment", full)
     first, second = shared_pair()
     array = np.arange(200_000.0)
 

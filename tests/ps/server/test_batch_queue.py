@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kerasdist.ps import END, Change, Variable
-from kerasdist.ps.server.batch_queue import BatchQueue
+from kerasdist.ps.server.handler import BatchQueue
 from servers import Servers
 
 pytestmark = pytest.mark.timeout(60)

@@ -7,7 +7,7 @@ import pytest
 
 from kerasdist.errors import ProtocolError
 from kerasdist.ps import Layout, Variable
-from kerasdist.ps.server.batch_queue import (
+from kerasdist.ps.server.handler import (
     Load,
     loads_from_json,
     loads_of,

@@ -15,7 +15,7 @@ from kerasdist.ps.client import network
 from kerasdist.ps.server import registration
 from kerasdist.ps.server.handler import RequestHandler
 from kerasdist.ps.server.registration import Registrar
-from kerasdist.ps.tables.snapshot import path_of
+from kerasdist.ps.snapshots import path_of
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp

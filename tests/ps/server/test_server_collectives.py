@@ -13,9 +13,9 @@ from kerasdist.ps.layout import ServerSettings
 from kerasdist.ps.membership import Event, Membership, WorkerRecord
 from kerasdist.ps.server import collectives
 from kerasdist.ps.server.collectives import ServerCollectives
-from kerasdist.ps.tables.tables import ServedTables
+from kerasdist.ps.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.framing import Call
+from kerasdist.transport.framing import Call
 from pace import bound
 from waiting import wait_until
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerasdist.ps.tables.served_table import Clocks
+from kerasdist.ps.served_table import Clocks
 
 
 def test_a_worker_may_be_so_many_steps_ahead_of_the_slowest():

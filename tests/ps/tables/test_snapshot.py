@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from kerasdist import errors
-from kerasdist.ps.tables import snapshot
-from kerasdist.ps.tables.snapshot import (
+from kerasdist.ps import snapshots
+from kerasdist.ps.snapshots import (
+    SnapshotLock,
     path_of,
     read_snapshot,
     remove_leftovers,
     remove_snapshot,
     write_snapshot,
 )
-from kerasdist.ps.tables.snapshotter import SnapshotLock
 from waiting import wait_until
 from workers import python_env
 
@@ -93,7 +93,7 @@ def test_a_snapshot_is_its_owners_to_read_and_follows_nobodys_link(path, monkeyp
     path.parent.mkdir(parents=True)
     victim.write_text("precious")
     names = iter(["guessed", "guessed", "other"])
-    monkeypatch.setattr(snapshot.secrets, "token_hex", lambda size: next(names))
+    monkeypatch.setattr(snapshots.secrets, "token_hex", lambda size: next(names))
     for link in (f".{path.name}.{os.getpid()}", f".{path.name}.guessed.part"):
         (path.parent / link).symlink_to(victim)
     with pytest.raises(errors.SnapshotError, match="File exists"):
@@ -130,7 +130,7 @@ def test_who_is_killed_while_it_writes_leaves_the_one_before(path):
 import sys
 from pathlib import Path
 import numpy as np
-from kerasdist.ps.tables.snapshot import write_snapshot
+from kerasdist.ps.snapshots import write_snapshot
 number = 0
 while True:
     write_snapshot(Path(sys.argv[1]), {"n": number}, [np.full(300_000, number)])

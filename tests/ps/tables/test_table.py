@@ -7,7 +7,7 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.ps import Layout, Variable
-from kerasdist.ps.tables.served_table import Table, merge_rows
+from kerasdist.ps.served_table import Table, merge_rows
 
 VARIABLES = [
     Variable(name="kernel", shape=(300, 400)),

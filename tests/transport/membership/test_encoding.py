@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.membership.encoding import decode, encode
+from kerasdist.transport.framing import MAX_CONTROL
 from kerasdist.transport.membership.events import (
     Ballot,
     Decision,
@@ -28,9 +28,10 @@ from kerasdist.transport.membership.events import (
     Promise,
     StepVerdict,
     SuspensionReport,
+    decode,
+    encode,
     first_decision,
 )
-from kerasdist.transport.wire.framing import MAX_CONTROL
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:

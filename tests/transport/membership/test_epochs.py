@@ -3,7 +3,6 @@ import itertools
 
 import pytest
 
-from kerasdist.transport.membership.attempt import Attempt
 from kerasdist.transport.membership.events import (
     Ballot,
     Epoch,
@@ -17,6 +16,7 @@ from kerasdist.transport.membership.events import (
     is_quorum,
     next_decision,
 )
+from kerasdist.transport.membership.machine import Attempt
 
 A, B, C, D, E = (Member(n) for n in range(5))
 ALL = (A, B, C, D, E)

@@ -9,7 +9,7 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.transport.rendezvous import probe
-from kerasdist.transport.rendezvous.open_servers import (
+from kerasdist.transport.rendezvous.bind import (
     narrow,
     report_unprotected,
     require_word,

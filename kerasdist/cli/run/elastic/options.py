@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 
-from kerasdist.cluster.grace import grace_seconds
+from kerasdist.cluster.tf_config import grace_seconds
 from kerasdist.errors import ClusterError
 
 WITH_VALUE = ("--min-workers", "--max-workers", "--restarts")

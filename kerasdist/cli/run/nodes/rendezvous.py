@@ -30,7 +30,8 @@ from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.log.default_handler import LOGGER
+from kerasdist.transport.framing import FrameType
+from kerasdist.transport.log import LOGGER
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.waiting_notice import (
@@ -38,7 +39,6 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     Sight,
     WaitingNotice,
 )
-from kerasdist.transport.wire.framing import FrameType
 
 _SESSION, _PURPOSE = "kerasdist run", "node"
 # Seconds between two attempts.

@@ -9,8 +9,8 @@ from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
-from kerasdist.transport.wire.framing import Call
 
 
 class SingleCommunicator(CheckedCommunicator):

@@ -22,7 +22,7 @@ is in, so that a receiver can name both sides when they differ:
 A frame's length is bounded by what its receiver expects: exactly for data,
 `MAX_CONTROL` for everything else. Nothing is ever unpickled. After the handshake every
 frame but those of bulk data is followed by a tag
-(`kerasdist.transport.wire.handshake`).
+(`kerasdist.transport.handshake`).
 """
 
 from __future__ import annotations

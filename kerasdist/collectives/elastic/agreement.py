@@ -17,8 +17,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kerasdist.collectives.elastic.membership.lines import Contact, PeerMessenger
-from kerasdist.collectives.elastic.membership.startup import Startup, discover_members
+from kerasdist.collectives.elastic.peer_messenger import (
+    Contact,
+    PeerMessenger,
+    Startup,
+    discover_members,
+)
 from kerasdist.transport.membership.events import (
     Apply,
     Broken,

@@ -20,24 +20,24 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.cluster.mpi import MPI_VARIABLES
+from kerasdist.cluster.schedulers import MPI_VARIABLES
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.liveness.failure_protocol import (
-    NullFailureDetector,
-    final_exception,
-)
-from kerasdist.transport.tracing import SpanTimer
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     HEADER_BYTES,
     Call,
     FrameType,
     pack_header,
     unpack_header,
 )
+from kerasdist.transport.liveness.failure_protocol import (
+    NullFailureDetector,
+    final_exception,
+)
+from kerasdist.transport.tracing import SpanTimer
 
 _HEADER_TAG = 1
 # Requests are polled until they are done: at first all the time, then with pauses, so

@@ -1,6 +1,6 @@
 """The channel contract: messages with arrays between one worker and one server.
 
-A message is a frame (`kerasdist.transport.wire.framing`) whose payload is
+A message is a frame (`kerasdist.transport.framing`) whose payload is
 
     4 bytes     M, the length of the JSON object
     8 bytes     B, the length of the body
@@ -12,7 +12,7 @@ socket. Requests and replies alternate: a received message can be read until the
 one is sent, and no longer, since its memory is reused.
 
 Implementations: sockets with and without shared memory
-(`kerasdist.ps.channel.socket_channel`), and queues in one process, here. One contract
+(`kerasdist.ps.socket_channel`), and queues in one process, here. One contract
 test suite runs on all of them.
 """
 
@@ -34,8 +34,8 @@ from kerasdist.errors import ProtocolError
 from kerasdist.ps.layout import dtype_of
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call, FrameType
 from kerasdist.transport.tracing import now
-from kerasdist.transport.wire.framing import Call, FrameType
 
 # The dtype's name and the shape of an array in a message.
 Spec = tuple[str, tuple[int, ...]]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import ProtocolError
-from kerasdist.ps.channel.channel import Spec
+from kerasdist.ps.channel import Spec
 from kerasdist.ps.layout import Layout
 
 # One server's part of a table: an additive store of numbers.

@@ -13,7 +13,7 @@ message over a socket orders memory on every architecture, wakes the thread that
 for it, and fails when the other side dies. Small messages are sent through the socket
 whole.
 
-Between the JSON object and the body is a tag (`kerasdist.transport.wire.handshake`):
+Between the JSON object and the body is a tag (`kerasdist.transport.handshake`):
 it authenticates all but the body.
 """
 
@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.errors import ProtocolError, SharedMemoryFull
-from kerasdist.ps.channel.channel import (
+from kerasdist.ps.channel import (
     Channel,
     ChannelEnded,
     ChannelSilent,
@@ -43,13 +43,10 @@ from kerasdist.ps.channel.channel import (
     read_specs,
     spans,
 )
+from kerasdist.transport import log
 from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.fd_passing import receive_descriptor
-from kerasdist.transport.log import background_log
-from kerasdist.transport.memory import create_segment, map_segment
-from kerasdist.transport.tracing import now
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
     FrameType,
@@ -57,7 +54,10 @@ from kerasdist.transport.wire.framing import (
     to_json,
     unpack_header,
 )
-from kerasdist.transport.wire.handshake import TAG_BYTES
+from kerasdist.transport.handshake import TAG_BYTES
+from kerasdist.transport.memory import create_segment, map_segment
+from kerasdist.transport.sockets import receive_descriptor
+from kerasdist.transport.tracing import now
 
 _PREFIX = struct.Struct("!IQ")
 # A smaller body is sent through the socket.
@@ -230,7 +230,7 @@ class SocketChannel(Channel):
             try:
                 descriptor = create_segment(rounded)
             except (SharedMemoryFull, OSError) as error:
-                background_log.log(
+                log.log_in_background(
                     logging.WARNING,
                     "kerasdist continues without shared memory to a parameter server, "
                     "more slowly: %s",

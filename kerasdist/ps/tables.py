@@ -6,7 +6,7 @@
     2. server        adds them to T, once: a change that was added before (its reply
                      was lost) isn't added again
     3. server        sets r's clock to c
-    4. server        waits until r may continue (`kerasdist.ps.tables.served_table`)
+    4. server        waits until r may continue (`kerasdist.ps.served_table`)
     5. server -> r   T's dense values, and the rows changed since that version
 
 All changes of a finished step are in T before its clock ticks: so a worker that may
@@ -30,7 +30,7 @@ from kerasdist import errors
 from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.ps.layout import Layout, ServerSettings
 from kerasdist.ps.membership import Membership, WorkerRecord
-from kerasdist.ps.tables.served_table import Place, ServedTable
+from kerasdist.ps.served_table import Place, ServedTable
 from kerasdist.transport.deadline import Deadline
 
 Reply = tuple[dict[str, Any], list[Array]]

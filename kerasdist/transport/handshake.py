@@ -30,10 +30,10 @@ H("elsewhere").
 
 Frames that follow are authenticated with keys of this connection, H("keys of c") and
 H("keys of s"), each for the frames that this side sends
-(`kerasdist.transport.wire.handshake`); bulk data are not. Nothing is encrypted here:
+(`kerasdist.transport.handshake`); bulk data are not. Nothing is encrypted here:
 the secret keeps foreign processes out of a job, it doesn't hide the gradients (RFC 2104
 for HMAC). With `KERASDIST_TLS` all of this is inside of a TLS connection
-(`kerasdist.transport.tls.upgrade`); a REFUSAL that holds "tls" tells a side without
+(`kerasdist.transport.tls`); a REFUSAL that holds "tls" tells a side without
 TLS about it.
 """
 
@@ -53,7 +53,7 @@ from typing import Any
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     VERSION,
     FrameType,
     read_frame,

@@ -13,7 +13,7 @@ the one that rank r reduces:
     4. all       barrier: every chunk is finished, chunk r in S_r
     5. r         copies chunk q from S_q, for all other q, into its result
 
-If the result is lent (`kerasdist.collectives.backends.shared_memory`), all ranks'
+If the result is lent (`kerasdist.collectives.shared_memory`), all ranks'
 result is one memory: then nothing is copied into S_r, and 5. isn't needed.
 
 There is one barrier per block: between two of them a rank does 5. of one block, 3.
@@ -59,11 +59,11 @@ from kerasdist.collectives.fused_buffer import (
 from kerasdist.collectives.row_exchange import Array, equal_part, reducer
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.memory import create_memory, create_segment, map_segment
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.tracing import Recorder, SpanTimer
-from kerasdist.transport.wire.framing import Call
 
 # Results in memory that all workers of a host read.
 #

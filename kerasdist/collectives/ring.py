@@ -1,4 +1,4 @@
-"""Ring collectives over any transport, see `kerasdist.collectives.backends.ring`.
+"""Ring collectives over any transport, see `kerasdist.collectives.ring`.
 
 Every rank communicates with its right and its left neighbour only. A chunk is sent in
 pieces: while a rank adds up one, the kernel receives and sends others.
@@ -18,9 +18,9 @@ from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, equal_part, octets, reducer
 from kerasdist.transport.base import Peer, Transport
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.tracing import Recorder, SpanTimer
-from kerasdist.transport.wire.framing import Call
 
 # Collectives over several hosts: memory inside a host, a ring between hosts.
 #

@@ -7,7 +7,7 @@ import ssl
 from collections.abc import Mapping, Sequence
 
 from kerasdist.errors import ClusterError
-from kerasdist.transport.wire.handshake import job_secret
+from kerasdist.transport.handshake import job_secret
 
 # The check of all settings that protect a job's connections, before it starts.
 
