@@ -7,9 +7,9 @@ from numbers import Real
 from typing import Any
 
 from kerasdist import _keras
+from kerasdist._keras import learning_rate
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
-from kerasdist._keras.optimizer import learning_rate
-from kerasdist._keras.optimizer.learning_rate import steps_of
+from kerasdist._keras.learning_rate import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.transport import log

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kerasdist.collectives.communicator import Communicator
     from kerasdist.functions.run import run
     from kerasdist.placement.plan import Plan
-    from kerasdist.strategies.distribution.enable import enable_keras_distribution
+    from kerasdist.strategies.distribution import enable_keras_distribution
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.placed.report import PlacementReport
@@ -75,7 +75,7 @@ _LAZY = {
     "PlacementReport": "kerasdist.strategies.placed.report",
     "Plan": "kerasdist.placement.plan",
     "RingStrategy": "kerasdist.strategies.ring",
-    "enable_keras_distribution": "kerasdist.strategies.distribution.enable",
+    "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.plan",
     "run": "kerasdist.functions.run",

@@ -36,8 +36,7 @@ from kerasdist.callbacks.scaling.job_view import (
     JobView,
     Windows,
 )
-from kerasdist.callbacks.scaling.metrics import Figures, combine
-from kerasdist.callbacks.scaling.summaries import Summaries
+from kerasdist.callbacks.scaling.summaries import Figures, Summaries, combine
 from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport import log
@@ -78,7 +77,7 @@ class ScalingTensorBoard(JobCallback):
         verbose: 0: log nothing at the end of `fit`.
 
     Attributes:
-        figures: The `callbacks.scaling.metrics.Figures` of the whole `fit`, when it has
+        figures: The `summaries.Figures` of the whole `fit`, when it has
             ended; None before that, and on all workers but the chief.
         verdict: The job's limit (`callbacks.scaling.bottleneck.Verdict`); likewise.
 

@@ -121,5 +121,5 @@ LAST_LOGS = Mark[Any]()
 PREDICTING_EPOCH = Mark[int]()
 # An optimizer: the variable with the number of steps that others had taken.
 OTHERS_STEPS = Mark[Any]()
-# An optimizer: the `_keras.optimizer.learning_rate.Scaling` of its learning rate.
+# An optimizer: the `_keras.learning_rate.Scaling` of its learning rate.
 SCALING = Mark[Any]()

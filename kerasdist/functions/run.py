@@ -15,8 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from kerasdist.errors import ClusterError, FunctionError
-from kerasdist.functions.launcher import Outcome, TaskEnd, launch
-from kerasdist.functions.results import RemoteError, dump, read_error, read_result
+from kerasdist.functions.launcher import (
+    Outcome,
+    RemoteError,
+    TaskEnd,
+    dump,
+    launch,
+    read_error,
+    read_result,
+)
 from kerasdist.transport.liveness.launcher_pipe import REPORT_VARIABLE
 
 # The options of `kerasdist run` for the arguments of `kerasdist.run`.

@@ -8,8 +8,13 @@ import stat
 import sys
 from types import TracebackType
 
-from kerasdist.functions.launcher import CALL_VARIABLE, RESULT_VARIABLE
-from kerasdist.functions.results import frames_of_user, write_error, write_value
+from kerasdist.functions.launcher import (
+    CALL_VARIABLE,
+    RESULT_VARIABLE,
+    frames_of_user,
+    write_error,
+    write_value,
+)
 from kerasdist.functions.run import load_call
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import descriptor_named

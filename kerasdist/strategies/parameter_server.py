@@ -14,15 +14,15 @@ from kerasdist.ps.elastic.link import ServerLink
 from kerasdist.ps.server.server import session_name
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.job import StrategyJob
-from kerasdist.strategies.local_sums.choice import report_servers
-from kerasdist.strategies.servers.arguments import check_arguments
-from kerasdist.strategies.servers.serving import serve_job
-from kerasdist.strategies.servers.shared_client import (
+from kerasdist.strategies.local_sums import report_servers
+from kerasdist.strategies.options import StrategyJob
+from kerasdist.strategies.servers import (
     EventLog,
     SharedClient,
+    check_arguments,
     note_elastic,
     refuse_second,
+    serve_job,
 )
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,

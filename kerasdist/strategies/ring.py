@@ -13,14 +13,14 @@ from kerasdist.collectives import connect
 from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
+from kerasdist.strategies.cluster_resolver import given_cluster
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.elasticity import elasticity, refuse_option
-from kerasdist.strategies.local_sums.choice import (
+from kerasdist.strategies.local_sums import (
     check_reduction,
+    make_device_ops,
     report,
     sums_on_devices,
 )
-from kerasdist.strategies.local_sums.device_ops import make_device_ops
 from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
@@ -28,11 +28,15 @@ from kerasdist.strategies.model_parallel import (
 )
 from kerasdist.strategies.native import native_communicator as native_communicator
 from kerasdist.strategies.native.graph_ops import make_native_ops
-from kerasdist.strategies.options import Options, check_installed
+from kerasdist.strategies.options import (
+    Options,
+    check_installed,
+    elasticity,
+    refuse_option,
+)
 from kerasdist.strategies.placed.placed_extended import HybridExtended, install_hooks
 from kerasdist.strategies.placed.placer import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
-from kerasdist.strategies.role.cluster_resolver import given_cluster
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,

@@ -11,7 +11,7 @@ from typing import IO
 
 import pytest
 
-from kerasdist.functions.results import (
+from kerasdist.functions.launcher import (
     RemoteError,
     read_error,
     read_result,

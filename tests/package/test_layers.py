@@ -60,7 +60,7 @@ LAYERS = [
 NAMES = [name for name, _ in LAYERS]
 FRAMEWORKS = {"tensorflow", "keras"}
 # Of a folder: its modules beside `__init__`, and the lines of its docstring.
-MOST_MODULES, MOST_LINES = 12, 15
+MOST_MODULES, MOST_LINES = 15, 15
 # Where each name of a framework may be imported, and the layer that may.
 SEAMS = {"tensorflow.python": "tf seam", "keras.src": "keras seam"}
 
@@ -496,8 +496,8 @@ def test_every_folder_is_a_room_that_says_what_lives_there():
 
 def test_a_folder_with_too_much_in_it_or_without_a_word_is_found(package):
     root = package(
-        {f"kerasdist/ps/m{i}.py": "" for i in range(13)}
+        {f"kerasdist/ps/m{i}.py": "" for i in range(16)}
         | {"kerasdist/ps/__init__.py": '"""Servers."""', "callbacks/__init__.py": ""}
     )
-    assert "kerasdist/ps has 13 modules" in rooms(root)
+    assert "kerasdist/ps has 16 modules" in rooms(root)
     assert "callbacks has no docstring" in rooms(root)

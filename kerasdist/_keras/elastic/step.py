@@ -20,20 +20,20 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.evaluation import (
     Batches,
     ByLayout,
     EvaluatedPart,
+    MetricTotals,
     batches_of,
     is_of_fit,
 )
+from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.joining import Admission
-from kerasdist._keras.elastic.metric_totals import MetricTotals
-from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
-from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
-from kerasdist._tf.graph.tensor_origins import reads_or_writes
+from kerasdist._tf.tensor_origins import reads_or_writes
 
 # A train function whose `fit` another process can continue, between two steps.
 

@@ -20,7 +20,7 @@ from kerasdist._keras.elastic.evaluation import (
     repeated,
     test_function,
 )
-from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
+from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
@@ -34,8 +34,8 @@ from kerasdist._keras.protocols import (
     timer_of,
     translating,
 )
-from kerasdist._keras.training.adoption import adopt_model
 from kerasdist._keras.training.logs import keeping
+from kerasdist._keras.training.optimizers import adopt_model
 from kerasdist._keras.training.state import (
     state_to_give,
     statistics_of,

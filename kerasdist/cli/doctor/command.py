@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from kerasdist.cli.doctor import cluster_check, hosts_check, machine
 from kerasdist.cli.doctor.machine import Finding
 from kerasdist.cli.run import command as run
-from kerasdist.cli.run.hosts import host_options as host_options
-from kerasdist.cli.run.nodes import node_options as node_options
+from kerasdist.cli.run import nodes as node_options
+from kerasdist.cli.run.hosts import places as host_options
 from kerasdist.placement.advice import counted
 
 _DEVICES_SECONDS = 120.0  # importing TensorFlow from a cold network disk

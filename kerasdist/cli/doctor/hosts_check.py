@@ -23,11 +23,9 @@ from kerasdist.cli.run.hosts.check import (
     differences,
     faults_of,
 )
-from kerasdist.cli.run.hosts.host_options import HostOptions
-from kerasdist.cli.run.hosts.places import Host, Place
+from kerasdist.cli.run.hosts.places import Host, HostOptions, Place
 from kerasdist.cli.run.hosts.probe import facts
-from kerasdist.cli.run.nodes.node_options import NodeOptions
-from kerasdist.cli.run.nodes.rendezvous import LocalPart, RendezvousError, meeting
+from kerasdist.cli.run.nodes import LocalPart, NodeOptions, RendezvousError, meeting
 from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address
 

@@ -35,10 +35,10 @@ from kerasdist._keras import (
 from kerasdist.ps import END
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
-from kerasdist.strategies.data.array_epochs import epoch_order
 from kerasdist.strategies.data.batch_split import (
     checksum_of,
     count_rows,
+    epoch_order,
     part_of_batch,
     split_part,
 )

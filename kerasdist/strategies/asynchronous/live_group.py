@@ -45,7 +45,7 @@ from kerasdist.transport.tracing import Recorder
 #                         strategies
 #
 # Code in `strategy.run`, in a graph that isn't an evaluation, or in a pass of a custom
-# loop (`strategies.asynchronous.loop`) is a local step.
+# loop (`strategies.asynchronous.extended`) is a local step.
 
 
 class AsyncWorkers(Workers):

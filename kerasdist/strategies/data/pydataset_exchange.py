@@ -35,8 +35,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import BatchIterator, ItemData, StepTimer
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.data.array_epochs import epoch_order
-from kerasdist.strategies.data.batch_split import with_facts
+from kerasdist.strategies.data.batch_split import epoch_order, with_facts
 from kerasdist.strategies.data.item_codec import REMEDIES, ItemCodec
 from kerasdist.strategies.reduce.workers import Workers
 

@@ -32,7 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.graph import graph_clocks
+from kerasdist._tf import graph_clocks
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.placement.micro_batch_order import MicroBatch

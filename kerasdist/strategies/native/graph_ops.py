@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.native.native_communicator import (
     NativeCommunicator,
     group_options,
 )
+from kerasdist.strategies.options import StrategyJob
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.communicator import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array, itemsize
-from kerasdist.strategies.local_sums.choice import communication_hint
+from kerasdist.strategies.local_sums import communication_hint
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call

@@ -42,7 +42,7 @@ from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.connect import Job
-from kerasdist.strategies.job import close_at_exit, forget
+from kerasdist.strategies.options import close_at_exit, forget
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.announcements import disconnect

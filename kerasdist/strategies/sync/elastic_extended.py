@@ -16,13 +16,11 @@ from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
 from kerasdist._tf.marks import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.item_codec import in_elastic_job
 from kerasdist.strategies.data.own_rows import has_own_policy, is_by_file
-from kerasdist.strategies.elastic_data.arrays import (
+from kerasdist.strategies.elastic_data import (
     OWN_PASS,
     SHARED_PASS,
     CountedDataset,
     ElasticArrays,
-)
-from kerasdist.strategies.elastic_data.datasets import (
     ElasticBatches,
     ElasticDataset,
     ElasticOwnData,

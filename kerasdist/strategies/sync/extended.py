@@ -23,9 +23,8 @@ from kerasdist._keras import GradientHooks, KerasHooks, OnceLogger, StateHooks
 from kerasdist._tf.marks import StrategyExtensions
 from kerasdist._tf.variables import distribute_copies
 from kerasdist.errors import CollectiveMismatch
-from kerasdist.strategies.job import StrategyJob
 from kerasdist.strategies.measure.step_clock import StepClock
-from kerasdist.strategies.options import Options
+from kerasdist.strategies.options import Options, StrategyJob
 from kerasdist.strategies.reduce.consensus import Consensus, check_state
 from kerasdist.strategies.reduce.gradients import end_window, reduce_gradients
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops

@@ -11,13 +11,12 @@ from kerasdist._tf import patches
 from kerasdist._tf.marks import COMPILED
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.job import StrategyJob, close_at_exit, forget
-from kerasdist.strategies.options import Options
-from kerasdist.strategies.role.cluster_resolver import (
+from kerasdist.strategies.cluster_resolver import (
     BlockStrategy,
     local_ranks,
     resolver_of,
 )
+from kerasdist.strategies.options import Options, StrategyJob, close_at_exit, forget
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
 _Self = TypeVar("_Self", bound="DataParallelStrategy")

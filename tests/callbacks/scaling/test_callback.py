@@ -25,7 +25,7 @@ import kerasdist
 from board import Board, near, series, text
 from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.callbacks.scaling import summaries
-from kerasdist.callbacks.scaling.metrics import PHASES
+from kerasdist.callbacks.scaling.summaries import PHASES
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

@@ -11,13 +11,11 @@ import types
 import pytest
 
 from kerasdist import errors
+from kerasdist.cli.run import elastic_outcome
 from kerasdist.cli.run import outcome as plain_outcome
-from kerasdist.cli.run.elastic import outcome as elastic_outcome
-from kerasdist.cli.run.elastic.chief_output import ChiefOutput
-from kerasdist.cli.run.elastic.options import ElasticOptions
-from kerasdist.cli.run.elastic.outcome import Restarts
+from kerasdist.cli.run.elastic_outcome import ChiefOutput, Restarts
 from kerasdist.cli.run.spawn import Started
-from kerasdist.cli.run.task_processes import JobSpec
+from kerasdist.cli.run.task_processes import ElasticOptions, JobSpec
 from kerasdist.transport import log
 from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter

@@ -104,12 +104,12 @@ def gpus(program: str, exported: dict[str, str]) -> Any:
     """Return the names of this host's GPUs, and why they can't be listed.
 
     Args:
-        program: The text of `kerasdist.cli.run.gpus.find`; empty: none are looked for.
+        program: The text of `cli.run.hosts.find_gpus`; empty: none are looked for.
         exported: Variables of the tasks that aren't this process's.
     """
     if not program:
         return [], ""
-    found: dict[str, Any] = {"__name__": "kerasdist.cli.run.gpus.find"}
+    found: dict[str, Any] = {"__name__": "kerasdist.cli.run.hosts.find_gpus"}
     exec(compile(program, "kerasdist", "exec"), found)
     return found["find_gpus"]({**os.environ, **exported})
 

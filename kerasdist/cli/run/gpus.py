@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from kerasdist.cli.console import print_line
-from kerasdist.cli.run.gpus.find import VARIABLE
+from kerasdist.cli.run.hosts.find_gpus import VARIABLE
 from kerasdist.placement.advice import counted
 
 # The option `--gpus` of `kerasdist run`.

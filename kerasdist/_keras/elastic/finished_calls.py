@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kerasdist._keras.context import current
-from kerasdist._keras.data.uses import uses_of
+from kerasdist._keras.data.arrays import uses_of
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.errors import ClusterError
 

@@ -20,13 +20,13 @@ from kerasdist._keras.data.arrays import (
     BatchIterator,
     CountedData,
     RepeatableIterator,
+    uses_of,
 )
 from kerasdist._keras.data.epoch_iterators import adapter_of
 from kerasdist._keras.data.pydataset import ItemsInOrder, discard_read
-from kerasdist._keras.data.uses import uses_of
-from kerasdist._keras.elastic.state import finished_calls
-from kerasdist._keras.elastic.state.finished_calls import fits_of
-from kerasdist._keras.optimizer.learning_rate import (
+from kerasdist._keras.elastic import finished_calls
+from kerasdist._keras.elastic.finished_calls import fits_of
+from kerasdist._keras.learning_rate import (
     base_rate,
     leaves_of,
     scaling_of,
