@@ -34,8 +34,7 @@ from kerasdist._keras.protocols import (
     hooks_of,
 )
 from kerasdist._keras.unscoped_models import writer_hooks
-from kerasdist._tf.marks import OWN_FILES
-from kerasdist._tf.variables import is_distributed, outside_of_scopes
+from kerasdist._tf.variables import OWN_FILES, is_distributed, outside_of_scopes
 from kerasdist.errors import CollectiveTimeout
 
 # Files on several workers: the chief writes them, and the others wait for that.

@@ -28,8 +28,7 @@ from keras.src.optimizers import base_optimizer
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.protocols import dynamic_hooks, hooks_of
-from kerasdist._tf.marks import OTHERS_STEPS, SCALING
-from kerasdist._tf.variables import of_tensorflow
+from kerasdist._tf.variables import OTHERS_STEPS, SCALING, of_tensorflow
 
 # The global step count that schedules and warm-up read.
 #

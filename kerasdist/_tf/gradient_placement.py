@@ -33,7 +33,7 @@ from tensorflow.python.distribute.one_device_strategy import (
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
-from kerasdist._tf.marks import current_facets
+from kerasdist._tf.variables import current_facets
 
 _SEPARATOR = "\0"
 

@@ -15,7 +15,7 @@ from kerasdist.cluster import Cluster, resolve
 from kerasdist.errors import ClusterError
 from kerasdist.strategies.options import check_installed
 from kerasdist.strategies.ring import RingStrategy
-from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.strategies.sync.extended import DataParallelStrategy
 
 # The strategy that each distribution of Keras stands for, and its scope.
 

@@ -28,8 +28,7 @@ from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
 )
-from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 

@@ -13,6 +13,7 @@ from kerasdist.collectives import connect
 from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
+from kerasdist.strategies import native_communicator
 from kerasdist.strategies.cluster_resolver import given_cluster
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.local_sums import (
@@ -26,8 +27,7 @@ from kerasdist.strategies.model_parallel import (
     placer_for,
     unpacked,
 )
-from kerasdist.strategies.native import native_communicator as native_communicator
-from kerasdist.strategies.native.graph_ops import make_native_ops
+from kerasdist.strategies.native_graph_ops import make_native_ops
 from kerasdist.strategies.options import (
     Options,
     check_installed,
@@ -41,8 +41,7 @@ from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
 )
-from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log import name_task
 

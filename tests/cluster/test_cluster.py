@@ -297,7 +297,7 @@ def test_tensorflows_resolvers():
 
 def test_nothing_here_needs_tensorflow():
     code = (
-        "import sys, kerasdist.cluster, kerasdist.transport.rendezvous.probe; "
+        "import sys, kerasdist.cluster, kerasdist.transport.rendezvous.waiting_notice; "
         "sys.exit('tensorflow' in sys.modules)"
     )
     assert (

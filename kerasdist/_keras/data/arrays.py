@@ -18,8 +18,8 @@ from keras.src.trainers.data_adapters import (
 from keras.src.utils import rng_utils
 
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._tf.marks import WHOLE_DATA
 from kerasdist._tf.row_pipelines import has_cache
+from kerasdist._tf.variables import WHOLE_DATA
 
 # The uses of a script's data by Keras, with which another process catches up.
 #

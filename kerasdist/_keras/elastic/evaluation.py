@@ -15,7 +15,7 @@ from kerasdist._keras.context import setting
 from kerasdist._keras.data.arrays import BatchIterator, RepeatableIterator
 from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, WorkerHooks
-from kerasdist._tf.marks import PREDICTING_EPOCH
+from kerasdist._tf.variables import PREDICTING_EPOCH
 from kerasdist.errors import ClusterError
 
 # The state of metrics over all workers, so that a lost worker's part isn't lost.

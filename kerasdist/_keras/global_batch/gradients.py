@@ -30,9 +30,8 @@ from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.global_batch.losses import part_of, terms_of
 from kerasdist._keras.unscoped_models import copies_of, has_own_step
 from kerasdist._tf.gradient_placement import move_beside
-from kerasdist._tf.marks import StrategyExtensions, current_facets
 from kerasdist._tf.tensor_origins import captured
-from kerasdist._tf.variables import is_distributed
+from kerasdist._tf.variables import StrategyExtensions, current_facets, is_distributed
 
 RAW, PART, WHOLE = "raw", "part", "whole"
 

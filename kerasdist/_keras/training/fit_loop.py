@@ -38,7 +38,7 @@ from kerasdist._keras.elastic.training_state import begin as begin_fit
 from kerasdist._keras.elastic.training_state import leave_out_epochs
 from kerasdist._keras.file_writers import note_own_files
 from kerasdist._keras.placement.trainer import failure_behind
-from kerasdist._keras.preemption.resumption import (
+from kerasdist._keras.preemption import (
     Resumption,
     in_fit,
     leave_after_training,

@@ -27,7 +27,7 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.global_batch.losses import recorded
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._tf.marks import LAST_LOGS
+from kerasdist._tf.variables import LAST_LOGS
 from kerasdist.transport import log
 
 # The path of a number in logs: names, from outside to inside.

@@ -47,8 +47,7 @@ from kerasdist._keras.unscoped_models import (
     strategy_outside,
 )
 from kerasdist._tf.compiled_step import padded
-from kerasdist._tf.marks import current_facets
-from kerasdist._tf.variables import is_distributed, of_tensorflow
+from kerasdist._tf.variables import current_facets, is_distributed, of_tensorflow
 
 # Adoption by the strategy of variables that were created outside of its scope.
 #

@@ -14,7 +14,7 @@ from kerasdist._keras.learning_rate import optimizers_of
 from kerasdist._keras.placement.layers import move
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._keras.training.optimizers import own_accumulators
-from kerasdist._tf.marks import CHIEFS_STATE, facets_of
+from kerasdist._tf.variables import CHIEFS_STATE, facets_of
 
 # The base class of callbacks that take part in a job.
 

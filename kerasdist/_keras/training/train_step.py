@@ -25,7 +25,7 @@ from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.placement.layers import placer_of
-from kerasdist._keras.preemption.resumption import Departure, StepAlone
+from kerasdist._keras.preemption import Departure, StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
     StepTimer,
@@ -49,7 +49,7 @@ from kerasdist._keras.unscoped_models import (
     is_unbuilt,
     make_compiled,
 )
-from kerasdist._tf.marks import LAST_LOGS
+from kerasdist._tf.variables import LAST_LOGS
 
 # A train function that counts its steps, and measures them on request.
 

@@ -21,7 +21,7 @@ from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.handshake import is_loopback, job_secret, secret_fault
 from kerasdist.transport.rendezvous.bind import listen_at
-from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
 _RETRY_SECONDS = 0.25
 

@@ -1,6 +1,6 @@
 """The agreement of this worker with the others on epochs, as a running machine.
 
-`kerasdist.transport.membership.machine` decides; this module gives it events in the
+`kerasdist.collectives.elastic.consensus` decides; this module gives it events in the
 order in which they happen, in any thread, and carries out its outputs.
 
 A process that was frozen may find all others dead when it wakes up. They may have
@@ -17,13 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kerasdist.collectives.elastic.peer_messenger import (
-    Contact,
-    PeerMessenger,
-    Startup,
-    discover_members,
-)
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.consensus import PaxosParticipant
+from kerasdist.collectives.elastic.epochs import (
     Apply,
     Broken,
     Dead,
@@ -47,7 +42,12 @@ from kerasdist.transport.membership.events import (
     Timeout,
     TooLate,
 )
-from kerasdist.transport.membership.machine import PaxosParticipant
+from kerasdist.collectives.elastic.peer_messenger import (
+    Contact,
+    PeerMessenger,
+    Startup,
+    discover_members,
+)
 
 # Looks for members, each in a thread of its own: a contact takes seconds.
 #

@@ -25,11 +25,11 @@ import numpy.typing as npt
 from kerasdist import errors
 from kerasdist.collectives.communicator import Communicator, copy_to_raise
 from kerasdist.collectives.elastic.agreement import MembershipService
+from kerasdist.collectives.elastic.epochs import Member
 from kerasdist.collectives.elastic.groups import BROKEN, Group, Result
 from kerasdist.collectives.elastic.peer_messenger import PeerMessenger, discover_members
 from kerasdist.collectives.row_exchange import Array, Slices
 from kerasdist.transport.base import Peer
-from kerasdist.transport.membership.events import Member
 from kerasdist.transport.tracing import Recorder
 
 # The changes of an elastic job's members, as this worker has seen them.

@@ -23,6 +23,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.communicator import MembershipChange
+from kerasdist.collectives.elastic.epochs import Member
 from kerasdist.collectives.elastic.groups import (
     Connector,
     Link,
@@ -44,7 +45,6 @@ from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import EndedTasks
-from kerasdist.transport.membership.events import Member
 from kerasdist.transport.rendezvous.listener import Listener
 
 # An elastic job of one worker: the next start continues it, with one or several.

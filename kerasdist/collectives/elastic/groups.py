@@ -13,11 +13,11 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
+from kerasdist.collectives.elastic.epochs import Decision, Member
 from kerasdist.collectives.elastic.peer_messenger import PeerMessenger
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.deadline import Cancellation, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.membership.events import Decision, Member
 
 # The way in which the members of an epoch are connected: directly, or by servers.
 #

@@ -16,6 +16,12 @@ from kerasdist.collectives.elastic.communicator import (
     MembershipChange,
     differences,
 )
+from kerasdist.collectives.elastic.epochs import (
+    Decision,
+    Member,
+    StopReason,
+    first_decision,
+)
 from kerasdist.collectives.elastic.groups import (
     BROKEN,
     CannotConnect,
@@ -31,12 +37,6 @@ from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Cancellation
 from kerasdist.transport.liveness.announcements import WaitOutcome
 from kerasdist.transport.liveness.launcher_pipe import Reporter
-from kerasdist.transport.membership.events import (
-    Decision,
-    Member,
-    StopReason,
-    first_decision,
-)
 from kerasdist.transport.rendezvous.listener import Listener
 
 # The losses that a worker has noticed, and the error with which its part ends.

@@ -28,22 +28,22 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kerasdist import errors
-from kerasdist.errors import AuthenticationError, ProtocolError
-from kerasdist.transport import log
-from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
-from kerasdist.transport.framing import FrameType, to_json, unexpected
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.epochs import (
     Member,
     Message,
     StopReason,
     decode,
     encode,
 )
+from kerasdist.errors import AuthenticationError, ProtocolError
+from kerasdist.transport import log
+from kerasdist.transport.base import Connection
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.framing import FrameType, to_json, unexpected
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.rendezvous.startup import missing_error
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
 # The start of an elastic job, in which some of its workers may be lost already.
 #

@@ -33,7 +33,7 @@ from kerasdist.transport.log import flush, log_in_background
 # The members that leave a job as they announce, so that nothing is repeated.
 #
 #     all        ask whether members want to leave, and which: a collective each
-#     a leaver   announces it to the machine, see `transport.membership.machine`
+#     a leaver   announces it to the machine, see `collectives.elastic.consensus`
 #     all        finish collectives until the change is made; then a leaver stops
 #
 # If all members leave, there's no change: they stop together.

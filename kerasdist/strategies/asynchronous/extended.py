@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, KerasHooks, LoopData, StepTimer
-from kerasdist._tf.marks import OWN_DATA
+from kerasdist._tf.variables import OWN_DATA
 from kerasdist.placement.advice import counted
 from kerasdist.ps import ServerClient, enter
 from kerasdist.strategies.asynchronous.dynamic_batches import (

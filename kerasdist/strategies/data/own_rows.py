@@ -26,8 +26,8 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import BatchIterator, StepTimer
-from kerasdist._tf.marks import OWN_DATA
 from kerasdist._tf.row_pipelines import RowPipeline
+from kerasdist._tf.variables import OWN_DATA
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.batch_split import (
     CHECKSUM,

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import gradient_placement, patches
-from kerasdist._tf.marks import StrategyExtensions
+from kerasdist._tf.variables import StrategyExtensions
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.measure.step_clock import StepClock

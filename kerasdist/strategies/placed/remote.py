@@ -52,7 +52,7 @@ from kerasdist.transport.rendezvous.bind import (
     report_unprotected,
     require_word,
 )
-from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
 _LOG = logging.getLogger("kerasdist")
 # Seconds to open a connection to a server that is listening.

@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, StepTimer, random_seed
-from kerasdist._tf.marks import OWN_DATA, WHOLE_DATA
 from kerasdist._tf.row_pipelines import RowPipeline, row_pipeline
+from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.placement.advice import counted
 from kerasdist.strategies.chief_data.choice import DataChoice

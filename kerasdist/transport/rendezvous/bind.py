@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.rendezvous.probe import look_up
+from kerasdist.transport.rendezvous.waiting_notice import look_up
 
 # Servers that another library of this process opens without authentication.
 #

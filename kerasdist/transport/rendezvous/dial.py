@@ -17,11 +17,12 @@ from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.handshake import is_loopback, why_not_same_user
 from kerasdist.transport.memory import close_in_children
-from kerasdist.transport.rendezvous.probe import look_up, why_unreachable
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
     WaitingNotice,
+    look_up,
+    why_unreachable,
 )
 from kerasdist.transport.tls import binding_of, connect_tls, wrap_dialed
 

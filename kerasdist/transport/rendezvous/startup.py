@@ -38,12 +38,12 @@ from kerasdist.transport.rendezvous.dial import (
     retry,
 )
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.probe import why_unreachable
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
     WaitingNotice,
     ranks_in_words,
+    why_unreachable,
 )
 
 # A session: the connected workers of one strategy.

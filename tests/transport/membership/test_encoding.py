@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerasdist.errors import ProtocolError
-from kerasdist.transport.framing import MAX_CONTROL
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.epochs import (
     Ballot,
     Decision,
     Epoch,
@@ -32,6 +30,8 @@ from kerasdist.transport.membership.events import (
     encode,
     first_decision,
 )
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.framing import MAX_CONTROL
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:

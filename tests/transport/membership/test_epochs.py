@@ -3,7 +3,8 @@ import itertools
 
 import pytest
 
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.consensus import Attempt
+from kerasdist.collectives.elastic.epochs import (
     Ballot,
     Epoch,
     Member,
@@ -16,7 +17,6 @@ from kerasdist.transport.membership.events import (
     is_quorum,
     next_decision,
 )
-from kerasdist.transport.membership.machine import Attempt
 
 A, B, C, D, E = (Member(n) for n in range(5))
 ALL = (A, B, C, D, E)

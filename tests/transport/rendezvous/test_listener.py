@@ -18,7 +18,7 @@ from kerasdist.transport import handshake, log
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import FrameType, read_frame, write_frame
 from kerasdist.transport.handshake import why_not_same_user
-from kerasdist.transport.rendezvous import listener, probe
+from kerasdist.transport.rendezvous import listener, waiting_notice
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from pace import bound
@@ -364,7 +364,7 @@ def names(monkeypatch):
             return original(host, *args, **kwargs)
         return [each for ip in known[host] for each in original(ip, *args, **kwargs)]
 
-    monkeypatch.setattr(probe.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(waiting_notice.socket, "getaddrinfo", look_up)
     return known
 
 

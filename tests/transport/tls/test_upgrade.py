@@ -36,7 +36,7 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.handshake import authenticate_as_client
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 from kerasdist.transport.tls import (
     TlsSocket,
     accept_tls,

@@ -119,7 +119,7 @@ def unreachable(addresses: list[str], seconds: float) -> list[str | None]:
     from concurrent.futures import ThreadPoolExecutor
 
     # As tasks do; where kerasdist is missing, the error says so.
-    from kerasdist.transport.rendezvous.probe import why_unreachable
+    from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
     with ThreadPoolExecutor(_MOST_PROBES) as pool:
         return list(pool.map(lambda each: why_unreachable(each, seconds), addresses))

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.strategies.native.native_communicator import (
+from kerasdist.strategies.native_communicator import (
     NativeCommunicator,
     group_options,
 )

@@ -14,10 +14,10 @@ import numpy as np
 
 from kerasdist._keras.protocols import hooks_of, stage_clock_of, timer_of
 from kerasdist._keras.training.state import JobCallback
-from kerasdist.callbacks.timeline.trace import Execution, Record, Span, trace, xspace
+from kerasdist.callbacks.trace_file import Execution, Record, Span, trace, xspace
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.measure.stages import StageClock, clock_offset
-from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.strategies.sync.extended import DataParallelStrategy
 from kerasdist.transport import log
 from kerasdist.transport.tracing import now
 

@@ -24,7 +24,7 @@ from kerasdist.transport.framing import MAX_CONTROL, to_json
 # Epochs of membership, and the rules by which the members of one decide the next.
 #
 # An epoch is a numbered list of members. They decide the next epoch by consensus
-# (`kerasdist.transport.membership.machine`). Two rules make that safe.
+# (`kerasdist.collectives.elastic.consensus`). Two rules make that safe.
 #
 # **Quorum.** The members that accept the next epoch must be (a) more than half of all
 # members of the present one, or (b) exactly half with the first one, the chief, or (c)

@@ -2,9 +2,9 @@
 
 1. The workers meet as for "tcp": secret, failure detector, a ring.
 2. Each starts TensorFlow's gRPC server, and adds the others to its cluster
-   (`kerasdist.strategies.native.native_communicator`).
+   (`kerasdist.strategies.native_communicator`).
 3. From then on TensorFlow transfers gradients, directly from graphs
-   (`kerasdist.strategies.native.graph_ops`). Numpy arrays are sent by the ring.
+   (`kerasdist.strategies.native_graph_ops`). Numpy arrays are sent by the ring.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def group_options(key: int, size: int, device: str) -> dict[str, Any]:
         "group_size": size,
         "group_key": key,
         "communication_hint": communication_hint(device),
-        # See `kerasdist.strategies.native.native_communicator`.
+        # See `kerasdist.strategies.native_communicator`.
         "timeout_seconds": 0,
     }
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.epochs import (
     Accepted,
     Apply,
     Ballot,

@@ -1,7 +1,7 @@
 """The records of all ranks as one trace in Chrome's format.
 
-Pure functions of numbers; `callbacks.timeline.callback` records and gathers,
-`callbacks.timeline.trace` has the same trace in TensorBoard's format. A rank is a
+Pure functions of numbers; `callbacks.timeline` records and gathers,
+`callbacks.trace_file` has the same trace in TensorBoard's format. A rank is a
 process of the trace, and has these lanes ("threads"):
 
     step        step ⊃ compute, exchange, update
