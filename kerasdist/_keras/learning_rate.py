@@ -52,7 +52,7 @@ def own_steps(optimizer: Any) -> Any:
     return optimizer._iterations.value
 
 
-def device_beside(optimizer: Any) -> str:
+def device_of_steps(optimizer: Any) -> str:
     """Return the device of that variable, if it has one copy; else "".
 
     A graph that XLA compiles reads variables of one device, so others must be there,
@@ -113,7 +113,7 @@ def resume(trainer: Any, restored: bool, steps: int | None) -> None:
         return
     if others is None:
         # A variable: a step isn't traced again after another backup is restored.
-        others = _tf.own_variable(0, tf.int64, device_beside(optimizer))
+        others = _tf.own_variable(0, tf.int64, device_of_steps(optimizer))
         OTHERS_STEPS.set(optimizer, others)
         if trainer.train_function is not None:
             # An earlier trace doesn't have the variable. Keras has made sure already
@@ -149,7 +149,7 @@ class Scaling:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        device = device_beside(optimizer)
+        device = device_of_steps(optimizer)
         self._target = _tf.own_variable(1.0, tf.float32, device)
         self._steps = _tf.own_variable(0, tf.int64, device)
         self._shift = _tf.own_variable(0, tf.int64, device)

@@ -59,7 +59,7 @@ def on_device(device: str | None) -> AbstractContextManager[Any]:
     return ops.device(device) if device else ExitStack()
 
 
-def move_beside(value: Any, other: Any) -> Any:
+def move_to_device_of(value: Any, other: Any) -> Any:
     """Return a value, or None, on the device of another one."""
     if value is None:
         return None

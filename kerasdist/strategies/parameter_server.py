@@ -332,5 +332,5 @@ def _connect(
         transport=transport,
         on_event=on_event if settings.mode == "async" else None,
         on_failure=reporter.failed,
-        gate=settings.mode == "async",
+        join_barrier=settings.mode == "async",
     )

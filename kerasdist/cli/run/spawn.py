@@ -292,7 +292,7 @@ def place_variables(job: JobSpec, task: TaskProcess) -> dict[str, str]:
     division = job.gpus.get(job.host_of(task))
     if task.is_server:
         return {} if division is None else division.environ(None)
-    beside = job.workers_beside(task)
+    beside = job.workers_on_host_of(task)
     local = beside.index(task)
     return {
         "RANK": str(task.index),

@@ -321,7 +321,7 @@ class JobSpec:
             return ""
         return self.hosts.places[task.kind, task.index].host.name
 
-    def workers_beside(self, task: TaskProcess) -> list[TaskProcess]:
+    def workers_on_host_of(self, task: TaskProcess) -> list[TaskProcess]:
         """Return all workers that a task's host may have, by rank."""
         host = self.host_of(task)
         return [

@@ -290,12 +290,12 @@ class PaxosParticipant:
             if self.me in self._leavers:
                 self._send(self._first(), LeaveRequest(self.decision.epoch.number))
         elif self._attempt is None and (
-            self._joiners or self._leavers or self._may_settle()
+            self._joiners or self._leavers or self._may_make_all_elders()
         ):
             done = self.progress.step if self.progress is not None else 0
             self._start(done + _STEPS_AHEAD)
 
-    def _may_settle(self) -> bool:
+    def _may_make_all_elders(self) -> bool:
         """Return whether all members would be elders of a next epoch."""
         epoch = self._present().epoch
         more = epoch.elders < set(epoch.members)

@@ -164,7 +164,7 @@ def connect_servers(
     on_event: Callable[[Event], None] | None = None,
     on_failure: Callable[[errors.CollectiveError], None] | None = None,
     on_table: Callable[[Layout], None] | None = None,
-    gate: bool = False,
+    join_barrier: bool = False,
     host: str | None = None,
     session: str | None = None,
     stop: Cancellation | None = None,
@@ -184,7 +184,7 @@ def connect_servers(
             before it is reported to any other process: to inform a launcher. It mustn't
             wait.
         on_table: As for `ParameterServer`; for a server in this process.
-        gate: Whether a worker that starts later joins at an epoch's end, see
+        join_barrier: Whether a worker that starts later joins at an epoch's end, see
             `kerasdist.ps.server.collectives`; else the others wait for it at once.
         host: Overrides `host_key()`, for tests.
         session: The session of an elastic job's epoch; by default `session_name`.
@@ -260,7 +260,9 @@ def connect_servers(
                 # A failure that an earlier server reports ends the wait for this one.
                 client.connections.add(connection)
             try:
-                rosters.append(connection.open(met, gate=gate, joining=joining))
+                rosters.append(
+                    connection.open(met, join_barrier=join_barrier, joining=joining)
+                )
             finally:
                 if connection.unreachable:
                     cause = errors.ServerLost(

@@ -346,14 +346,15 @@ class NetworkConnection(ServerConnection):
         self,
         met: int | None = None,
         *,
-        gate: bool = False,
+        join_barrier: bool = False,
         joining: bool | None = None,
     ) -> Roster:
         """Connect at the start of the job, or join it later.
 
         Args:
             met: `Roster.met` of another server, or None.
-            gate: Whether to join at an epoch's end, see `ps.server.collectives`.
+            join_barrier: Whether to join at an epoch's end, see
+                `ps.server.collectives`.
             joining: `Roster.joining` of another server, or None.
 
         Raises:
@@ -363,7 +364,7 @@ class NetworkConnection(ServerConnection):
             ProtocolError: The process at the address isn't kerasdist.
         """
         deadline = Deadline(self._timeouts.startup)
-        more = {"met": met, "gate": gate, "joining": joining}
+        more = {"met": met, "join_barrier": join_barrier, "joining": joining}
         return self._connect(deadline, more)
 
     def _connect(self, deadline: Deadline, more: dict[str, Any]) -> Roster:

@@ -276,7 +276,7 @@ class ServerCommunicator(CheckedCommunicator):
         """Join a collective with arrays for server 0; return its result."""
         request = self._meta()
         if self._facts is not None:
-            request["gate"] = self._facts
+            request["join_barrier"] = self._facts
 
         def make(channel: Channel) -> Message:
             return Message(FrameType.REQUEST, call, request, parts(channel))

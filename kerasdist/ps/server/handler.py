@@ -440,7 +440,11 @@ class RequestHandler:
                 # There are no tables whose clocks have it.
                 worker.clock = max(worker.clock, _whole(meta, "step"))
             place = channel.place if channel.kind == "shared_memory" else None
-            facts = meta.get("gate") if isinstance(meta.get("gate"), dict) else None
+            facts = (
+                meta.get("join_barrier")
+                if isinstance(meta.get("join_barrier"), dict)
+                else None
+            )
             use = _whole(meta, "use")
             result, ranks = self.collectives.join_round(
                 worker, call, arrays, place, deadline, facts, use

@@ -294,7 +294,7 @@ class Registrar:
         if (
             self._all_restarted
             or self._handler.server != 0
-            or hello.get("gate") is not True
+            or hello.get("join_barrier") is not True
             or not (self._handler.resumed and workers[rank].returned)
             or any(each.returned and each.state == "live" for each in workers)
         ):
@@ -359,14 +359,16 @@ class Registrar:
     ) -> None:
         members, met = self._handler.membership, hello.get("met")
         # As server 0 decided, or by this server's own decision.
-        worker.joining = hello.get("gate") is True and (
+        worker.joining = hello.get("join_barrier") is True and (
             hello.get("joining") is True
             if isinstance(hello.get("joining"), bool)
             else self._others_train(known)
         )
         # All others wait for it from the start, or none of them do.
         self._all_restarted = self._all_restarted or (
-            self._handler.resumed and hello.get("gate") is True and not worker.joining
+            self._handler.resumed
+            and hello.get("join_barrier") is True
+            and not worker.joining
         )
         members.lose(known, "another process joined with its rank")
         # Server 0 knows the last finished collective; the joiner reports it to others.

@@ -161,7 +161,7 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
         self._workers.live.owed.append(lambda: self._meet(number))
 
     def _meet(self, number: int) -> None:
-        self._dynamic.weights.settle(f"ends pass {number} of {self._dynamic}")
+        self._dynamic.weights.pull_if_dirty(f"ends pass {number} of {self._dynamic}")
 
     def next_in_graph(self) -> tuple[Any, Any]:
         """Return whether there's another batch, and the batch, in a graph."""
@@ -378,7 +378,7 @@ class AsyncData:
 #              3. all meet again, so that none continues before all have the weights
 #              4. statistics (BatchNormalization's) are averaged over the workers, by
 #                 their numbers of steps; Keras sums the state of its metrics
-#     gate     after the callbacks, if there's another epoch: a late worker may join; it
+#     barrier  after the callbacks, if there's another epoch: a late worker may join; it
 #              gets the others' statistics, rate and place in the data
 #
 # Before it has joined, a late worker is alone: it can evaluate by itself, but not
@@ -415,7 +415,7 @@ class AsyncEpochs:
 
         All workers call it.
         """
-        self.weights.settle("begins `fit`")
+        self.weights.pull_if_dirty("begins `fit`")
         differs = self.data.datasets > 1 or self.weights.has_begun
         return self._consensus.any_of(differs)
 
@@ -496,7 +496,7 @@ class AsyncEpochs:
         other workers.
         """
         live = self._workers.live
-        self.weights.settle("evaluates or predicts")
+        self.weights.pull_if_dirty("evaluates or predicts")
         all_workers = len(self._workers.client.peers)
         while True:
             if live.ranks != self._divided_over:

@@ -205,7 +205,7 @@ class Passes(BatchIterable):
         return iter(self._every)
 
 
-def settle_dataset(
+def verify_or_adopt_dataset(
     workers: Workers,
     timer: StepTimer,
     choice: DataChoice,
@@ -270,7 +270,7 @@ def settle_dataset(
 # Batches of `train_on_batch` and the like: the same on all, or the chief's.
 
 
-def settle_batch(
+def verify_or_adopt_batch(
     communicator: Communicator,
     choice: DataChoice,
     data: Any,
@@ -321,7 +321,7 @@ def _is_same(communicator: Communicator, content: Content) -> bool:
 # Arrays given to Keras: the same on all workers, or replaced by the chief's.
 
 
-def settle_arrays(
+def verify_or_adopt_arrays(
     communicator: Communicator,
     choice: DataChoice,
     data: ArrayData,
@@ -401,7 +401,7 @@ class ChiefItems:
         self._log_once = log_once
         self._epoch = 0
 
-    def settle(self, different: ValueError | None) -> ChiefFeed | None:
+    def feed_if_different(self, different: ValueError | None) -> ChiefFeed | None:
         """Return the feed of the chief's items; None if all workers have the same.
 
         Args:

@@ -22,9 +22,9 @@ from kerasdist.strategies.chief_data.encoding import Encoded, decode, encode
 from kerasdist.strategies.chief_data.items import (
     ChiefItems,
     PeekedRows,
-    settle_arrays,
-    settle_batch,
-    settle_dataset,
+    verify_or_adopt_arrays,
+    verify_or_adopt_batch,
+    verify_or_adopt_dataset,
 )
 from kerasdist.strategies.data.batch_split import (
     CHECKSUM,
@@ -311,7 +311,7 @@ class SynchronousData:
         """Return this worker's rows of a global batch: per replica if several."""
         first, local, replicas = self._workers.data_layout
         if self.shards and self._workers.size > 1:
-            batch = self.settle_batch(batch)
+            batch = self.verify_or_adopt_batch(batch)
         if replicas == 1:
             # Outside of graphs nothing else converts arrays to tensors.
             return tf.nest.map_structure(
@@ -328,10 +328,10 @@ class SynchronousData:
         ]
         return parts[0] if local == 1 else _tf.regroup(parts)
 
-    def settle_batch(self, batch: Any) -> Any:
+    def verify_or_adopt_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
         communicator = self._workers.communicator
-        return settle_batch(communicator, self._choice, batch, self._log_once)
+        return verify_or_adopt_batch(communicator, self._choice, batch, self._log_once)
 
     def distribute_dataset(
         self,
@@ -378,7 +378,7 @@ class SynchronousData:
             if rows is None:
                 return self._divide(dataset), length
             return self._divide_rows(rows)(rows.windows), length
-        peeked, feed, length = settle_dataset(
+        peeked, feed, length = verify_or_adopt_dataset(
             *(self._workers, self._timer, self._choice, dataset, length),
             *(self._log_once, generator, rows),
         )
@@ -506,9 +506,11 @@ class SynchronousData:
             workers, timer, self._choice, data, self.seed, self._log_once
         )
         if self._choice.mode == "chief":
-            items = chiefs.settle(None)
+            items = chiefs.feed_if_different(None)
         else:
-            items = share_items(workers, timer, data, self.seed, chiefs.settle)
+            items = share_items(
+                workers, timer, data, self.seed, chiefs.feed_if_different
+            )
         if items is not None:
             self._given = GivenData(
                 batch_size=items.rows,
@@ -520,7 +522,7 @@ class SynchronousData:
     def agree(self, data: ArrayData) -> int:
         """Make all workers hold the same arrays; return a seed that they agree on."""
         communicator = self._workers.communicator
-        settle_arrays(communicator, self._choice, data, self._log_once)
+        verify_or_adopt_arrays(communicator, self._choice, data, self._log_once)
         return self.seed()
 
     def seed(self) -> int:

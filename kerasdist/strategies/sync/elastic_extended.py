@@ -91,10 +91,10 @@ class ElasticData(SynchronousData):
         super().__init__(extended, timer, options, log_once)
         self._same = ElasticBatches(self._workers, in_elastic_job)
 
-    def settle_batch(self, batch: Any) -> Any:
-        """See `SynchronousData.settle_batch`."""
+    def verify_or_adopt_batch(self, batch: Any) -> Any:
+        """See `SynchronousData.verify_or_adopt_batch`."""
         with _explaining():
-            return super().settle_batch(batch)
+            return super().verify_or_adopt_batch(batch)
 
     def agree(self, data: ArrayData) -> int:
         """See `SynchronousData.agree`."""

@@ -141,7 +141,7 @@ def returning(monkeypatch):
             # Whoever is closed meanwhile doesn't come back at all.
             wait_until(lambda: event.is_set() or stop.is_set(), "the time", 20)
         found = dial_tcp(address, secret, hello, deadline, stop)
-        if hello.get("gate"):
+        if hello.get("join_barrier"):
             wait_until(lambda: not handshakes(), "the server")
             event.here.set()
         return found
@@ -168,7 +168,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
 
         def work(rank):
             if rank == 1:
-                client = job.clients[1] = job.connect(1, gate=True)
+                client = job.clients[1] = job.connect(1, join_barrier=True)
                 assert client.joining
                 entry = enter(client, 1)
                 client.entered(entry.met, entry.ranks)
@@ -190,7 +190,7 @@ def test_a_job_that_was_begun_anew_is_no_place_to_come_back_to(
     monkeypatch.setattr(registration, "RETURN_SECONDS", 0.2)
     with Servers(3, snapshot_dir=str(tmp_path)) as job:
         lose_server_and_worker(job, tmp_path)
-        job.clients[1] = job.connect(1, gate=True)
+        job.clients[1] = job.connect(1, join_barrier=True)
         assert not job.clients[1].joining
         returning.set()
         for rank in (0, 2):
