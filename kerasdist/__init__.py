@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from kerasdist import layers
     from kerasdist._keras.unscoped_models import local_training
     from kerasdist.collectives.communicator import Communicator
-    from kerasdist.functions.run import run
     from kerasdist.placement.plan import Plan
+    from kerasdist.run_function.run import run
     from kerasdist.strategies.distribution import enable_keras_distribution
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
@@ -78,7 +78,7 @@ _LAZY = {
     "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.plan",
-    "run": "kerasdist.functions.run",
+    "run": "kerasdist.run_function.run",
 }
 
 # In a checkout callbacks/ stands beside this package. Python that is started in a

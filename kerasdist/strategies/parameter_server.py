@@ -9,9 +9,14 @@ from typing import Any, Protocol
 
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
-from kerasdist.ps import Event, ServerClient, ServerSettings, connect_servers
-from kerasdist.ps.elastic.link import ServerLink
-from kerasdist.ps.server.server import session_name
+from kerasdist.parameter_server import (
+    Event,
+    ServerClient,
+    ServerSettings,
+    connect_servers,
+)
+from kerasdist.parameter_server.elastic.link import ServerLink
+from kerasdist.parameter_server.server.server import session_name
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.local_sums import report_servers

@@ -16,7 +16,7 @@ from kerasdist.cli.run.hosts.check import TasksOnHosts
 from kerasdist.cli.run.nodes import LocalPart
 from kerasdist.cluster.tf_config import grace_seconds
 from kerasdist.errors import ClusterError
-from kerasdist.functions.launcher import (
+from kerasdist.run_function.launcher import (
     CALL_VARIABLE,
     OUTCOME_VARIABLE,
     RESULT_VARIABLE,

@@ -32,7 +32,7 @@ from kerasdist._keras import (
     ItemData,
     StepTimer,
 )
-from kerasdist.ps import END
+from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import (

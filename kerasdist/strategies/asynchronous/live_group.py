@@ -28,7 +28,7 @@ from kerasdist.collectives import Communicator
 from kerasdist.collectives.row_exchange import Array, Slices
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
-from kerasdist.ps import ServerClient
+from kerasdist.parameter_server import ServerClient
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers

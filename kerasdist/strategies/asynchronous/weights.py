@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from kerasdist.collectives.fused_buffer import BufferPool
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.ps import Change, Pulled, Rows, Variable
+from kerasdist.parameter_server import Change, Pulled, Rows, Variable
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 
 # An embedding that asynchronous workers train together: only rows are sent.

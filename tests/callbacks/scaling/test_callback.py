@@ -40,7 +40,7 @@ import numpy as np
 import tensorflow as tf
 import kerasdist
 from kerasdist.callbacks import ScaleLearningRate, ScalingTensorBoard
-from kerasdist.ps.client.remote_table import RemoteTable
+from kerasdist.parameter_server.client.remote_table import RemoteTable
 
 # Or who sleeps in a graph would hold up all others that want the one thread.
 tf.config.threading.set_inter_op_parallelism_threads(4)

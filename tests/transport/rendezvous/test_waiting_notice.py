@@ -74,8 +74,8 @@ result()
 """
 SERVERS = """
 from kerasdist.cluster import resolve
-from kerasdist.ps import ServerSettings, connect_servers
-from kerasdist.ps.server.server import run_server
+from kerasdist.parameter_server import ServerSettings, connect_servers
+from kerasdist.parameter_server.server.server import run_server
 if task["type"] == "ps":
     run_server(resolve(), ServerSettings(mode="async"))
 else:

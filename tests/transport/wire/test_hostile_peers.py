@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from certificates import Authority
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.ps.channel import ChannelEnded, ChannelSilent
-from kerasdist.ps.membership import Event
-from kerasdist.ps.server.handler import Goodbye
-from kerasdist.ps.socket_channel import SocketChannel
+from kerasdist.parameter_server.channel import ChannelEnded, ChannelSilent
+from kerasdist.parameter_server.membership import Event
+from kerasdist.parameter_server.server.handler import Goodbye
+from kerasdist.parameter_server.socket_channel import SocketChannel
 from kerasdist.transport import Timeouts, handshake, log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
