@@ -8,7 +8,7 @@ from typing import Any
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.state import JobCallback, take_epoch
 from kerasdist.placement.advice import human_bytes
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 
 
 class BroadcastInitialState(JobCallback):
@@ -100,7 +100,7 @@ class BroadcastInitialState(JobCallback):
             )
         else:
             what = f"{done.variables} variables were equal, nothing sent"
-        status.info(
+        log.info(
             "%s",
             f"kerasdist: all {done.workers} workers hold the state of rank "
             f"{self.root}: {what}, {done.seconds:.3f} s",

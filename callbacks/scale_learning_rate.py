@@ -7,12 +7,12 @@ from numbers import Real
 from typing import Any
 
 from kerasdist import _keras
+from kerasdist._keras import learning_rate
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
-from kerasdist._keras.optimizer import learning_rate
-from kerasdist._keras.optimizer.learning_rate import steps_of
+from kerasdist._keras.learning_rate import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.state import JobCallback
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 
 RULES = ("linear", "sqrt", "none")
 _WARMUP_EPOCHS = 5
@@ -212,7 +212,7 @@ class ScaleLearningRate(JobCallback):
             scaling.set(self.factor, self.steps, behind - taken)
         hooks = hooks_of(self.model.distribute_strategy)
         if self.verbose and (hooks is None or hooks.workers.rank == 0):
-            status.info("%s", self._line(behind))
+            log.info("%s", self._line(behind))
 
     def _optimizers(self) -> list[Any]:
         found = learning_rate.leaves_of(self.model)

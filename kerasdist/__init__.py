@@ -32,7 +32,7 @@ from kerasdist import errors
 from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.errors import KerasDistError, WorkerLost
-from kerasdist.transport.log import default_handler as _default_handler
+from kerasdist.transport import log as _default_handler
 
 # For readers of the source; type checkers read `__init__.pyi`, because a module with
 # `__getattr__` has any name for them.
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from kerasdist import layers
     from kerasdist._keras.unscoped_models import local_training
     from kerasdist.collectives.communicator import Communicator
-    from kerasdist.functions.run import run
     from kerasdist.placement.plan import Plan
-    from kerasdist.strategies.distribution.enable import enable_keras_distribution
+    from kerasdist.run_function.run import run
+    from kerasdist.strategies.distribution import enable_keras_distribution
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.placed.report import PlacementReport
@@ -75,10 +75,10 @@ _LAZY = {
     "PlacementReport": "kerasdist.strategies.placed.report",
     "Plan": "kerasdist.placement.plan",
     "RingStrategy": "kerasdist.strategies.ring",
-    "enable_keras_distribution": "kerasdist.strategies.distribution.enable",
+    "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.plan",
-    "run": "kerasdist.functions.run",
+    "run": "kerasdist.run_function.run",
 }
 
 # In a checkout callbacks/ stands beside this package. Python that is started in a

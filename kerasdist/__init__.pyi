@@ -8,9 +8,9 @@ from kerasdist._version import __version__ as __version__
 from kerasdist.collectives.communicator import Communicator as Communicator
 from kerasdist.errors import KerasDistError as KerasDistError
 from kerasdist.errors import WorkerLost as WorkerLost
-from kerasdist.functions.run import run as run
 from kerasdist.placement.plan import Plan as Plan
-from kerasdist.strategies.distribution.enable import (
+from kerasdist.run_function.run import run as run
+from kerasdist.strategies.distribution import (
     enable_keras_distribution as enable_keras_distribution,
 )
 from kerasdist.strategies.model_parallel import (

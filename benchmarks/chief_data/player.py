@@ -91,12 +91,15 @@ def batches(order: dict[str, Any]) -> Any:
         return (time.perf_counter() - begin) / calls * 1e6
 
     whole = per_call(lambda: model.train_on_batch(*batch))
-    settle, division.settle_batch = division.settle_batch, lambda batch: batch
+    settle, division.verify_or_adopt_batch = (
+        division.verify_or_adopt_batch,
+        lambda batch: batch,
+    )
     try:
         without = per_call(lambda: model.train_on_batch(*batch))
     finally:
-        division.settle_batch = settle
-    return [without, whole, per_call(lambda: division.settle_batch(batch))]
+        division.verify_or_adopt_batch = settle
+    return [without, whole, per_call(lambda: division.verify_or_adopt_batch(batch))]
 
 
 def answer(order: dict[str, Any]) -> Any:

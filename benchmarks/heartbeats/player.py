@@ -23,10 +23,10 @@ import time
 
 from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Connection, Peer
+from kerasdist.transport.framing import HEADER_BYTES, Call, FrameType
+from kerasdist.transport.handshake import TAG_BYTES, FrameAuthenticator
 from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.heartbeat import ControlConnection
-from kerasdist.transport.wire.framing import HEADER_BYTES, Call, FrameType
-from kerasdist.transport.wire.handshake import TAG_BYTES, FrameAuthenticator
 
 TIMEOUTS = Timeouts()
 # Seconds between two collectives of a job that trains, and of one with slow steps.

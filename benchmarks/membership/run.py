@@ -22,8 +22,8 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 
 from common import Report, arguments, human_bytes, median, table
-from kerasdist.transport.membership.encoding import decode, encode
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.consensus import PaxosParticipant
+from kerasdist.collectives.elastic.epochs import (
     Apply,
     Dead,
     Event,
@@ -34,9 +34,10 @@ from kerasdist.transport.membership.events import (
     Progress,
     Received,
     Send,
+    decode,
+    encode,
     first_decision,
 )
-from kerasdist.transport.membership.machine import PaxosParticipant
 
 _MOST_SECONDS = 1.0
 

@@ -42,7 +42,7 @@ def copy() -> Prepare:
 def client(transport: str) -> tuple[int, Prepare, Callable[[], None]]:
     """The rank of a client, its calls, and what ends them."""
     from kerasdist.cluster import resolve
-    from kerasdist.ps import (
+    from kerasdist.parameter_server import (
         ParameterServer,
         ServerSettings,
         Variable,

@@ -36,11 +36,10 @@ from kerasdist.callbacks.scaling.job_view import (
     JobView,
     Windows,
 )
-from kerasdist.callbacks.scaling.metrics import Figures, combine
-from kerasdist.callbacks.scaling.summaries import Summaries
+from kerasdist.callbacks.scaling.summaries import Figures, Summaries, combine
 from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 
 # After this many calls one worker's speed is measured: the first call traces.
 _CALIBRATE = 2
@@ -78,7 +77,7 @@ class ScalingTensorBoard(JobCallback):
         verbose: 0: log nothing at the end of `fit`.
 
     Attributes:
-        figures: The `callbacks.scaling.metrics.Figures` of the whole `fit`, when it has
+        figures: The `summaries.Figures` of the whole `fit`, when it has
             ended; None before that, and on all workers but the chief.
         verdict: The job's limit (`callbacks.scaling.bottleneck.Verdict`); likewise.
 
@@ -490,7 +489,7 @@ class ScalingTensorBoard(JobCallback):
             )
             if self._verbose:
                 text = bottleneck.to_text(self.figures, self.verdict)
-                status.info("%s", text)
+                log.info("%s", text)
         self._put({}, texts=words)
         self._changes = None
         if self._summaries is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kerasdist._keras.optimizer.learning_rate import leaves_of, steps_of
+from kerasdist._keras.learning_rate import leaves_of, steps_of
 from kerasdist._keras.protocols import (
     ElasticHooks,
     dynamic_hooks,

@@ -55,8 +55,7 @@ with _explaining():
     )
     from kerasdist._keras.data.pydataset import GeneratorFacts, ItemData, close_at_end
     from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
-    from kerasdist._keras.optimizer.learning_rate import own_steps
-    from kerasdist._keras.output import OnceLogger
+    from kerasdist._keras.learning_rate import own_steps
     from kerasdist._keras.placement.layers import (
         LayerFacts,
         LayerPlacer,
@@ -72,6 +71,7 @@ with _explaining():
         StateHooks,
         StepTimer,
     )
+    from kerasdist._keras.tracebacks import OnceLogger
     from kerasdist._keras.training.state import copied_to, whole_state
     from kerasdist._keras.training.train_step import new_train_function
     from kerasdist._keras.unscoped_models import begin_use, end_use, local_training

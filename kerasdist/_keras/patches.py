@@ -107,12 +107,12 @@ TABLE = (
         "keras.src.trainers.compile_utils.CompileLoss.call(self, ...)",
     ),
     _core(
-        "global_batch.whole_batch.loss",
+        "global_batch.row_mixing.loss",
         "computes a loss that mixes rows of the rows of all replicas",
         f"{_LOSS}.Loss.__call__(self, y_true, y_pred, sample_weight)",
     ),
     _core(
-        "global_batch.whole_batch.metric",
+        "global_batch.row_mixing.metric",
         "the same for functions given as metrics",
         "keras.src.metrics.reduction_metrics.MeanMetricWrapper.update_state"
         "(self, y_true, y_pred, sample_weight)",
@@ -174,26 +174,26 @@ TABLE = (
         f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
     ),
     _core(
-        "optimizer.sparse_updates.sgd_step",
+        "training.optimizers.sgd_step",
         "one operation, without memory for intermediate results",
         "keras.src.optimizers.sgd.SGD.update_step"
         "(self, gradient, variable, learning_rate)",
     ),
     # Layers.
     _core(
-        "training.adoption.synchronized_moments",
+        "training.optimizers.synchronized_moments",
         "`BatchNormalization(synchronized=True)`: one collective; gradients weighted "
         "by rows",
         f"{_NN}._compute_moments_sync(x, axes, keepdims)",
     ),
     _core(
-        "training.adoption.next_seed",
+        "training.optimizers.next_seed",
         "adds the replica's number to the seed: dropout differs",
         "keras.src.random.seed_generator.SeedGenerator.next(self, ...)",
     ),
     # Data, and the loops of `fit`, `evaluate` and `predict`.
     _core(
-        "data.cache_files.cache",
+        "data.epoch_iterators.cache",
         "a file for each rank",
         "tensorflow.python.data.ops.dataset_ops.DatasetV2.cache(self, filename, name)",
     ),
@@ -355,19 +355,19 @@ TABLE = (
     ),
     # Adoption of variables that were created outside of the scope.
     _core(
-        "training.adoption.compile_model",
+        "training.optimizers.compile_model",
         "compiles in the scope of the model's strategy; adopts the arguments",
         f"{_BASE}.compile(self, ...)",
     ),
     _core(
-        "training.adoption.make_function",
+        "training.optimizers.make_function",
         "adopts variables created outside of the scope, before a step is traced",
         f"{_MODEL}.make_train_function(self, ...)",
         f"{_MODEL}.make_test_function(self, ...)",
         f"{_MODEL}.make_predict_function(self, ...)",
     ),
     _core(
-        "training.adoption.assign",
+        "training.optimizers.assign",
         "adopts a metric in a custom loop",
         f"{_VARIABLE}.assign(self, value)",
     ),
@@ -412,13 +412,13 @@ TABLE = (
     ),
     # Writers of files. Their other work is done by the chief, too.
     _core(
-        "files.writers.write_backup",
+        "file_writers.write_backup",
         "the progress of training is stored with the backup",
         f"{_BACKUP}._save_model(self)",
     ),
     # These only write (or remove) files, or post what others would post, too.
     _core(
-        "files.writers.on_chief_only",
+        "file_writers.on_chief_only",
         "the chief writes, outside of the scope",
         f"{_BACKUP}._save_model(self)",
         f"{_BACKUP}.on_train_end(self, ...)",
@@ -440,7 +440,7 @@ TABLE = (
     # Scripts that import `save_model` before there is a strategy keep Keras's own,
     # which calls the functions in `saving_lib` and `legacy_h5_format`.
     _core(
-        "files.writers.write",
+        "file_writers.write",
         "the chief writes, outside of the scope; the others wait until it has",
         "keras.src.models.model.Model.save(self, filepath, ...)",
         "keras.src.models.model.Model.save_weights(self, filepath, ...)",
@@ -452,19 +452,19 @@ TABLE = (
         f"{_ARCHIVE}.write_out(self, filepath, ...)",
     ),
     _core(
-        "files.writers.write_checkpoint",
+        "file_writers.write_checkpoint",
         "the chief writes; the others wait until it has",
         "tensorflow.python.checkpoint.checkpoint.Checkpoint._write"
         "(self, file_prefix, options)",
     ),
     _core(
-        "files.writers.write_checkpoint_state",
+        "file_writers.write_checkpoint_state",
         "the chief records which checkpoint is a folder's latest",
         "tensorflow.python.checkpoint.checkpoint_management"
         ".update_checkpoint_state_internal(save_dir, model_checkpoint_path, ...)",
     ),
     _core(
-        "files.writers.outside",
+        "file_writers.outside",
         "runs outside of the scope, because one rank alone may call it",
         "keras.src.saving.saving_lib.get_attr_skipset(obj_type)",
         f"{_ARCHIVE}.__init__(self, ...)",
@@ -473,18 +473,18 @@ TABLE = (
         f"{_ARCHIVE}.add_variable_collection(self, ...)",
     ),
     _core(
-        "files.writers.save_state",
+        "file_writers.save_state",
         "the chief writes, and metrics are summed over all workers",
         f"{_ORBAX}._save_checkpoint(self, ...)",
     ),
     _core(
-        "files.writers.finish_background",
+        "file_writers.finish_background",
         "the others wait until the chief has written in the background",
         f"{_ORBAX}.on_train_end(self, ...)",
         f"{_ORBAX}.wait_until_finished(self)",
     ),
     _core(
-        "files.writers.load",
+        "file_writers.load",
         "explains why a file that was saved is missing",
         "keras.src.models.model.Model.load_weights(self, filepath, ...)",
         "keras.src.saving.saving_lib.load_model(filepath, ...)",
@@ -502,7 +502,7 @@ TABLE = (
     ),
     # The learning rate times a factor.
     _rate(
-        "optimizer.learning_rate.on_base_rate",
+        "learning_rate.on_base_rate",
         "sees the rate before it is multiplied by the factor of `ScaleLearningRate`",
         f"{_CALLBACKS}.learning_rate_scheduler.LearningRateScheduler.on_epoch_begin"
         "(self, epoch, logs)",
@@ -510,7 +510,7 @@ TABLE = (
         "(self, epoch, logs)",
     ),
     _rate(
-        "optimizer.learning_rate.set_rate",
+        "learning_rate.set_rate",
         "sets the rate as it is read: after it is multiplied",
         f"{_OPTIMIZER}.learning_rate=(self, learning_rate)",
     ),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow as tf
 
-from kerasdist._tf.marks import facets_of
+from kerasdist._tf.variables import facets_of
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.elastic.communicator import MembershipChange
 

@@ -18,10 +18,14 @@ from keras.src import backend
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
-from kerasdist._keras.optimizer.learning_rate import optimizers_of
+from kerasdist._keras.learning_rate import optimizers_of
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of
-from kerasdist._tf.marks import COMPILED, TRAINED_LOCALLY
-from kerasdist._tf.variables import is_distributed, of_tensorflow
+from kerasdist._tf.variables import (
+    COMPILED,
+    TRAINED_LOCALLY,
+    is_distributed,
+    of_tensorflow,
+)
 
 # Loops for one process, which differentiate and update outside of `strategy.run`.
 #

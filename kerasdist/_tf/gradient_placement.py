@@ -33,7 +33,7 @@ from tensorflow.python.distribute.one_device_strategy import (
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
-from kerasdist._tf.marks import current_facets
+from kerasdist._tf.variables import current_facets
 
 _SEPARATOR = "\0"
 
@@ -59,7 +59,7 @@ def on_device(device: str | None) -> AbstractContextManager[Any]:
     return ops.device(device) if device else ExitStack()
 
 
-def move_beside(value: Any, other: Any) -> Any:
+def move_to_device_of(value: Any, other: Any) -> Any:
     """Return a value, or None, on the device of another one."""
     if value is None:
         return None

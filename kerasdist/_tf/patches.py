@@ -41,13 +41,13 @@ TABLE = (
         adds=True,
     ),
     Patch(
-        hook="scopes.keep_graph",
+        hook="variables.keep_graph",
         feature="core",
         does="`keras.backend.clear_session()` doesn't end the scope around it",
         targets=("tensorflow.python.framework.ops._DefaultGraphStack.reset(self)",),
     ),
     Patch(
-        hook="loaded_functions.call",
+        hook="variables.call",
         feature="core",
         does="functions of a SavedModel loaded in the scope can be called there",
         targets=(

@@ -47,7 +47,7 @@ def serve_devices(job: str, index: int, host: str) -> tuple[Any, int]:
 
     It has the devices, threads and memory limits that the user has configured, and
     listens on all of the machine's addresses, see
-    `kerasdist.transport.rendezvous.open_servers`.
+    `kerasdist.transport.rendezvous.bind`.
 
     Args:
         job: Name of this task's job.

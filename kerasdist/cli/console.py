@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from kerasdist._version import __version__
-from kerasdist.transport.log import background_log, status
+from kerasdist.transport import log
 
 # `--json`: one JSON document on standard output, whatever happens.
 
@@ -148,10 +148,10 @@ _LOG = logging.getLogger("kerasdist.run")
 
 def print_line(text: str, level: int = logging.INFO) -> None:
     """Log a line to the user, after all that are to be written soon."""
-    background_log.flush(None)
-    status.log(level, "kerasdist run: %s", text, logger=_LOG)
+    log.flush(None)
+    log.log(level, "kerasdist run: %s", text, logger=_LOG)
 
 
 def print_line_soon(text: str, level: int = logging.INFO) -> None:
     """Log a line while a job is watched: a reader that has stopped delays nothing."""
-    background_log.log(level, "kerasdist run: %s", text, logger=_LOG)
+    log.log_in_background(level, "kerasdist run: %s", text, logger=_LOG)

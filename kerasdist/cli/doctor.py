@@ -29,21 +29,20 @@ from kerasdist._version import __version__
 from kerasdist.cli import env
 from kerasdist.cli.console import above_zero, add_command
 from kerasdist.cli.run import command as run
-from kerasdist.cli.run.hosts import check, host_options
-from kerasdist.cli.run.hosts.places import Host, Place
+from kerasdist.cli.run import nodes as node_options
+from kerasdist.cli.run.hosts import check, places
 from kerasdist.cli.run.hosts.probe import facts
-from kerasdist.cli.run.nodes import node_options
-from kerasdist.cli.run.nodes.rendezvous import LocalPart, RendezvousError, meeting
+from kerasdist.cli.run.nodes import LocalPart, RendezvousError, meeting
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError, SharedMemoryFull
 from kerasdist.placement.advice import counted
+from kerasdist.transport.credentials import tls_fault
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.handshake import is_loopback, secret_fault
 from kerasdist.transport.memory import create_segment
 from kerasdist.transport.rendezvous.bind import listen_at
-from kerasdist.transport.rendezvous.probe import why_unreachable
-from kerasdist.transport.tls.credentials import tls_fault
-from kerasdist.transport.wire.handshake import is_loopback, secret_fault
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
 _MiB = 1024**2
 _RETRY_SECONDS = 0.25
@@ -114,7 +113,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document instead of text"
     )
-    host_options.add_options(parser)
+    places.add_options(parser)
     node_options.add_options(parser, _START_SECONDS)
     # An option of `run` alone.
     parser.set_defaults(bind="none")
@@ -122,7 +121,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     faults: list[str] = []
-    hosts = host_options.read_options(arguments, faults)
+    hosts = places.read_options(arguments, faults)
     number = functools.partial(run.read_number, faults=faults)
     nodes = node_options.read_options(arguments, number, faults)
     if faults:
@@ -493,7 +492,7 @@ def _remedy(reason: str) -> str:
 # started.
 
 
-def check_hosts(options: host_options.HostOptions, seconds: float) -> _Sections:
+def check_hosts(options: places.HostOptions, seconds: float) -> _Sections:
     """Ask the hosts of `-H` what the launcher asks; let them reach each other.
 
     Args:
@@ -515,7 +514,7 @@ def check_hosts(options: host_options.HostOptions, seconds: float) -> _Sections:
 
 
 def _of_host(
-    host: Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
+    host: places.Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
 ) -> _Findings:
     faults = check.faults_of(host, answer, here)
     for text in faults:
@@ -531,7 +530,7 @@ def _of_host(
         yield _ok(f"{text}{len(gpus)}")
 
 
-def _host_remedy(host: Host, answer: dict[str, Any] | str, text: str) -> str:
+def _host_remedy(host: places.Host, answer: dict[str, Any] | str, text: str) -> str:
     if isinstance(answer, str):
         return (
             f"make `ssh {host.target} true` work without a question; --ssh and "
@@ -555,7 +554,7 @@ def _reach_each_other(
             yield _warn(text, "correct that first")
         else:
             family, bound = answer["addresses"][0]
-            place = Place(host=probe.host, family=family, address=tuple(bound))
+            place = places.Place(host=probe.host, family=family, address=tuple(bound))
             addresses[probe] = place.text
     others: dict[check.HostProbe, list[str]] = {}
     for probe in addresses:

@@ -12,8 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kerasdist.cluster.address import address_fault
-from kerasdist.cluster.mpi import MPI_VARIABLES, has_pmix_rank, read_process
-from kerasdist.cluster.slurm import is_step_task, read_step
+from kerasdist.cluster.schedulers import (
+    MPI_VARIABLES,
+    has_pmix_rank,
+    is_step_task,
+    read_process,
+    read_step,
+)
 from kerasdist.cluster.tf_config import TASK_TYPES, Task, load_json, read_task
 from kerasdist.errors import ClusterError
 

@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.communicator import Communicator
-from kerasdist.collectives.failures import copy_to_raise, explain
+from kerasdist.collectives.communicator import Communicator, copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer, aligned
 from kerasdist.collectives.row_exchange import (
     Array,
@@ -35,9 +34,9 @@ from kerasdist.collectives.row_exchange import (
 )
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.tracing import FanOutRecorder, Recorder, now
-from kerasdist.transport.wire.framing import Call
 
 # The signature of an all-reduce, the same on all ranks: its dtypes and shapes.
 #

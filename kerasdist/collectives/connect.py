@@ -10,22 +10,22 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.backends import mpi
-from kerasdist.collectives.backends.ring import (
+from kerasdist.collectives import mpi
+from kerasdist.collectives.checked import CheckedCommunicator
+from kerasdist.collectives.ring import (
     HierarchicalCommunicator,
     RingCommunicator,
 )
-from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
-from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.collectives.checked import CheckedCommunicator
+from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.liveness.launcher_pipe import Reporter
-from kerasdist.transport.rendezvous.open_servers import require_word
-from kerasdist.transport.rendezvous.session import Session
+from kerasdist.transport.rendezvous.bind import require_word
+from kerasdist.transport.rendezvous.startup import Session
 from kerasdist.transport.sockets import SocketTransport
 
 TRANSPORTS = ("auto", "hierarchical", "mpi", "native", "shared_memory", "tcp")
@@ -174,7 +174,7 @@ def connect(
         ClusterError: Only MPI knows the other workers, and another transport is given;
             or mpi4py is missing there, or of another MPI.
         ClusterError: "native" without the user's consent, see
-            `transport.rendezvous.open_servers`.
+            `transport.rendezvous.bind`.
         ClusterError, AddressInUseError, StartupError, AuthenticationError,
             ProtocolError: See `kerasdist.errors`.
         WorkerLost: A worker joined, but died before all were connected.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kerasdist.transport.wire.framing import DTYPES, OPS
+from kerasdist.transport.framing import DTYPES, OPS
 
 # The reduction operations, and the dtypes that each is defined on.
 

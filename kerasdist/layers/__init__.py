@@ -7,7 +7,6 @@ files hold whole kernels: a plain layer can read them, and so can one with anoth
 number of shards. To load a saved model that has such a layer, import this module first.
 """
 
-from kerasdist.layers.dense import ShardedDense
-from kerasdist.layers.embedding import ShardedEmbedding
+from kerasdist.layers.dense import ShardedDense, ShardedEmbedding
 
 __all__ = ["ShardedDense", "ShardedEmbedding"]

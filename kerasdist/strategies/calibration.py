@@ -26,7 +26,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _keras, _tf, errors
-from kerasdist._tf.marks import facets_of
+from kerasdist._tf.variables import facets_of
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.placed.one_device import on_one_device

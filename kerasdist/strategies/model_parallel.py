@@ -9,6 +9,13 @@ from typing import Any
 from kerasdist.cluster import resolve
 from kerasdist.placement.micro_batch_order import Pipeline
 from kerasdist.placement.plan import Patterns, Plan
+from kerasdist.strategies.cluster_resolver import (
+    BlockStrategy,
+    given_cluster,
+    local_ranks,
+    refuse_mpi,
+    resolver_of,
+)
 from kerasdist.strategies.devices import (
     Limits,
     find_devices,
@@ -21,15 +28,8 @@ from kerasdist.strategies.placed.placed_extended import PlacedExtended, install_
 from kerasdist.strategies.placed.placer import Placer, check_micro_batches
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
-from kerasdist.strategies.role.cluster_resolver import (
-    BlockStrategy,
-    given_cluster,
-    local_ranks,
-    refuse_mpi,
-    resolver_of,
-)
 from kerasdist.transport import Timeouts
-from kerasdist.transport.log.default_handler import name_task
+from kerasdist.transport.log import name_task
 
 
 class ModelParallelStrategy(BlockStrategy):

@@ -8,29 +8,32 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.alone import JobAlone
-from kerasdist.collectives.elastic.connect import connect_elastic
-from kerasdist.ps import Event, ServerClient, ServerSettings, connect_servers
-from kerasdist.ps.elastic.link import ServerLink
-from kerasdist.ps.server.server import session_name
+from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
+from kerasdist.parameter_server import (
+    Event,
+    ServerClient,
+    ServerSettings,
+    connect_servers,
+)
+from kerasdist.parameter_server.elastic.link import ServerLink
+from kerasdist.parameter_server.server.server import session_name
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.job import StrategyJob
-from kerasdist.strategies.local_sums.choice import report_servers
-from kerasdist.strategies.servers.arguments import check_arguments
-from kerasdist.strategies.servers.serving import serve_job
-from kerasdist.strategies.servers.shared_client import (
+from kerasdist.strategies.local_sums import report_servers
+from kerasdist.strategies.options import StrategyJob
+from kerasdist.strategies.servers import (
     EventLog,
     SharedClient,
+    check_arguments,
     note_elastic,
     refuse_second,
+    serve_job,
 )
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
 )
-from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 
@@ -334,5 +337,5 @@ def _connect(
         transport=transport,
         on_event=on_event if settings.mode == "async" else None,
         on_failure=reporter.failed,
-        gate=settings.mode == "async",
+        join_barrier=settings.mode == "async",
     )

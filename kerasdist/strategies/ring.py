@@ -10,38 +10,40 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
-from kerasdist.collectives.alone import JobAlone
-from kerasdist.collectives.elastic.connect import connect_elastic
+from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
+from kerasdist.strategies import native_communicator
+from kerasdist.strategies.cluster_resolver import given_cluster
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.elasticity import elasticity, refuse_option
-from kerasdist.strategies.local_sums.choice import (
+from kerasdist.strategies.local_sums import (
     check_reduction,
+    make_device_ops,
     report,
     sums_on_devices,
 )
-from kerasdist.strategies.local_sums.device_ops import make_device_ops
 from kerasdist.strategies.model_parallel import (
     check_mapping,
     placer_for,
     unpacked,
 )
-from kerasdist.strategies.native import native_communicator as native_communicator
-from kerasdist.strategies.native.graph_ops import make_native_ops
-from kerasdist.strategies.options import Options, check_installed
+from kerasdist.strategies.native_graph_ops import make_native_ops
+from kerasdist.strategies.options import (
+    Options,
+    check_installed,
+    elasticity,
+    refuse_option,
+)
 from kerasdist.strategies.placed.placed_extended import HybridExtended, install_hooks
 from kerasdist.strategies.placed.placer import check_micro_batches
 from kerasdist.strategies.placed.report import PlacementReport
-from kerasdist.strategies.role.cluster_resolver import given_cluster
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
     ExtendedAlone,
 )
-from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 from kerasdist.transport import Timeouts
-from kerasdist.transport.log.default_handler import name_task
+from kerasdist.transport.log import name_task
 
 
 class RingStrategy(DataParallelStrategy):

@@ -21,8 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.tracing import Recorder
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     MAX_CONTROL,
     Call,
     FrameType,
@@ -31,7 +30,8 @@ from kerasdist.transport.wire.framing import (
     read_header,
     to_json,
 )
-from kerasdist.transport.wire.handshake import TAG_BYTES, FrameAuthenticator
+from kerasdist.transport.handshake import TAG_BYTES, FrameAuthenticator
+from kerasdist.transport.tracing import Recorder
 
 # A connection between two processes of a job, after its handshake.
 

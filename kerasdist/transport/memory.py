@@ -28,7 +28,7 @@ from kerasdist.transport.base import (
     Transport,
 )
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.wire.framing import Call
+from kerasdist.transport.framing import Call
 
 # Memory that the workers of one host share.
 #

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
-from kerasdist._tf.marks import Mark
+from kerasdist._tf.variables import Mark
 
 
 class Equal:

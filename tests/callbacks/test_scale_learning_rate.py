@@ -539,7 +539,7 @@ def test_parameter_servers_in_step():
 
 ASYNC = """
 strategy = kerasdist.ParameterServerStrategy("async", timeout=60)
-from kerasdist._keras.optimizer.learning_rate import steps_of
+from kerasdist._keras.learning_rate import steps_of
 steps = []
 class Steps(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):

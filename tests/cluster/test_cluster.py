@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kerasdist.cluster import Cluster, resolve
-from kerasdist.cluster.slurm import expand_hostlist, expand_tasks_per_node
+from kerasdist.cluster.schedulers import expand_hostlist, expand_tasks_per_node
 from kerasdist.errors import ClusterError
 from pace import bound
 
@@ -297,7 +297,7 @@ def test_tensorflows_resolvers():
 
 def test_nothing_here_needs_tensorflow():
     code = (
-        "import sys, kerasdist.cluster, kerasdist.transport.rendezvous.probe; "
+        "import sys, kerasdist.cluster, kerasdist.transport.rendezvous.waiting_notice; "
         "sys.exit('tensorflow' in sys.modules)"
     )
     assert (

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kerasdist.strategies.job import close_at_exit, close_open_jobs, forget
+from kerasdist.strategies.options import close_at_exit, close_open_jobs, forget
 from workers import Workers
 
 

@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kerasdist.collectives.backends.ring import (
+from kerasdist.collectives.ring import (
     HierarchicalCommunicator,
     RingCommunicator,
 )
-from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
+from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
 
 pytestmark = pytest.mark.timeout(60)
 

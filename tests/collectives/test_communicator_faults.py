@@ -12,7 +12,7 @@ import pytest
 
 from groups import CONNECTED, KINDS, Group, outcomes
 from kerasdist import errors
-from kerasdist.collectives.backends.ring import RingCommunicator
+from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
 from kerasdist.transport.memory import Faults, memory_group
 from pace import bound

@@ -26,7 +26,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives import TRANSPORTS, connect
 from kerasdist.collectives.connect import mesh
 from kerasdist.transport import Timeouts
-from kerasdist.transport.rendezvous.session import Session
+from kerasdist.transport.rendezvous.startup import Session
 from pace import bound
 from waiting import wait_until
 from workers import Workers

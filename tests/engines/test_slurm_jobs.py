@@ -108,16 +108,16 @@ def test_a_job_continues_after_preemption(
     wait_until(lambda: "Epoch 3/" in cluster.text(), "the third epoch", 200)
     if way == "signal":
         # What Slurm itself does before the end of the time.
-        cluster.slurm.run("scancel", "--signal=TERM", job)
+        cluster.schedulers.run("scancel", "--signal=TERM", job)
     else:
-        urgent = cluster.slurm.submit(
+        urgent = cluster.schedulers.submit(
             *("--wrap", "sleep 1"),
             cwd=cluster.output.parent,
             options=["--partition=urgent", "--nodes=2", "--exclusive"],
         )
-        cluster.slurm.wait(urgent)
+        cluster.schedulers.wait(urgent)
     output = cluster.finish(job)
-    assert cluster.slurm.show(job)["Restarts"] == "1"
+    assert cluster.schedulers.show(job)["Restarts"] == "1"
     assert "kerasdist: the job is preempted after step" in output
     assert "kerasdist: `fit` continues after step" in output
     assert weights_of(output, 2) == uninterrupted

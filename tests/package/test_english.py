@@ -24,10 +24,10 @@ DONE = [
     "kerasdist/cluster",
     "kerasdist/collectives",
     "kerasdist/errors.py",
-    "kerasdist/functions",
+    "kerasdist/run_function",
     "kerasdist/layers",
     "kerasdist/placement",
-    "kerasdist/ps",
+    "kerasdist/parameter_server",
     "kerasdist/strategies",
     "kerasdist/transport",
 ]

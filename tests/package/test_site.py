@@ -83,7 +83,7 @@ def test_links_that_leave_the_folder_of_pages_lead_to_pages(site):
     assert (site / "repository/examples/custom_loop.py.html").is_file()
     assert (site / "repository/benchmarks/fit/index.html").is_file()
     page = (site / "elastic.html").read_text(encoding="utf-8")
-    assert 'href="repository/kerasdist/transport/membership/machine.py.html"' in page
+    assert 'href="repository/kerasdist/collectives/elastic/consensus.py.html"' in page
     for page in site.rglob("*.html"):
         assert 'href="../kerasdist/' not in page.read_text(encoding="utf-8")
 

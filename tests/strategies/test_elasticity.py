@@ -8,7 +8,7 @@ import pytest
 
 import kerasdist
 from kerasdist.errors import ClusterError
-from kerasdist.strategies.elasticity import Elasticity, elasticity
+from kerasdist.strategies.options import Elasticity, elasticity
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,16 @@ import pytest
 from closing import Closing
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator, Job, connect
-from kerasdist.collectives.backends.ring import RingCommunicator
-from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
-from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.transport import Timeouts
+from kerasdist.collectives.ring import RingCommunicator
+from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
+from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.transport import Timeouts, log
 from kerasdist.transport.base import Connection, Peer
+from kerasdist.transport.handshake import FrameAuthenticator
 from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
-from kerasdist.transport.log import background_log
 from kerasdist.transport.memory import SEGMENT_NAME, Faults, memory_group
-from kerasdist.transport.rendezvous.session import Session
+from kerasdist.transport.rendezvous.startup import Session
 from kerasdist.transport.sockets import SocketTransport
-from kerasdist.transport.wire.handshake import FrameAuthenticator
 from pace import bound
 from waiting import wait_until
 from workers import free_ports
@@ -230,7 +229,7 @@ def nothing_stays_open() -> Iterator[None]:
             # Nobody can end a question to a name server; it ends by itself.
             thread.join(bound(30.0))
     # The thread that writes log lines ends when there is none left.
-    background_log.flush(5.0)
+    log.flush(5.0)
     wait_until(lambda: not _threads_left(), "the end of kerasdist's threads", 3.0)
     assert open_sockets() == before
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kerasdist.transport.membership.machine import PaxosParticipant
+from kerasdist.collectives.elastic.consensus import PaxosParticipant
 from membership_world import Operation, Violation, World, clone
 
 # How many workers a schedule starts with, and how many operations it has.

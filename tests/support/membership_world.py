@@ -29,7 +29,8 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.consensus import PaxosParticipant
+from kerasdist.collectives.elastic.epochs import (
     Apply,
     Dead,
     Decision,
@@ -53,7 +54,6 @@ from kerasdist.transport.membership.events import (
     first_decision,
     is_quorum,
 )
-from kerasdist.transport.membership.machine import PaxosParticipant
 
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 

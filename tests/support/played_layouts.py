@@ -21,11 +21,10 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from kerasdist._keras import RepeatableIterator
 from kerasdist._keras.protocols import hooks_of
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.backends.single import SingleCommunicator
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_extended import ElasticData
-from kerasdist.strategies.sync.extended import SynchronousExtended
-from kerasdist.strategies.sync.strategy import DataParallelStrategy
+from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 
 __all__ = ["Played", "changes_at", "one_process", "take_all"]
 

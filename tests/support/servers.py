@@ -13,7 +13,7 @@ from typing import Any
 
 from groups import Ranks, addresses_of, close_all, in_threads
 from kerasdist.cluster import Cluster
-from kerasdist.ps import (
+from kerasdist.parameter_server import (
     ParameterServer,
     ServerClient,
     ServerSettings,
@@ -156,7 +156,7 @@ import json, os, signal, sys, time
 import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import resolve
-from kerasdist.ps import *
+from kerasdist.parameter_server import *
 from kerasdist.transport import Timeouts
 
 options = json.loads(os.environ["OPTIONS"])

@@ -10,9 +10,9 @@ from typing import Any
 
 from certificates import Authority
 from groups import in_threads
+from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.tls.credentials import Credentials
-from kerasdist.transport.tls.upgrade import (
+from kerasdist.transport.tls import (
     accept_tls,
     connect_tls,
     wrap_accepted,

@@ -12,7 +12,7 @@ import pytest
 
 from groups import in_threads, open_sockets, socket_mesh
 from kerasdist import errors
-from kerasdist.collectives.backends.shared_memory import SharedMemoryCommunicator
+from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
 from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
 from kerasdist.transport.memory import (
     SEGMENT_NAME,
@@ -120,9 +120,7 @@ def test_growing_buffers_use_the_room_of_the_old_ones(monkeypatch):
         sizes.append(size)
         return create_segment(size)
 
-    monkeypatch.setattr(
-        "kerasdist.collectives.backends.shared_memory.create_segment", create
-    )
+    monkeypatch.setattr("kerasdist.collectives.shared_memory.create_segment", create)
 
     def work(rank):
         for kilobytes in (10, 200, 700, 20_000, 30_000):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from groups import Group
-from kerasdist.ps import Variable
+from kerasdist.parameter_server import Variable
 from kerasdist.transport.tracing import NAMES, now
 from servers import Servers
 

@@ -13,8 +13,8 @@ from groups import in_threads, open_sockets, outcomes, socket_mesh, socket_ring
 from kerasdist import errors
 from kerasdist.transport.base import Aborted, CallMismatch, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call, FrameType, pack_header
 from kerasdist.transport.memory import create_segment, memory_group
-from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from pace import bound
 from tls_pairs import tcp_pair, tls_pair
 

@@ -21,16 +21,37 @@ from keras.src.trainers.data_adapters import (
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
-from kerasdist._keras.data.arrays import ArrayData, CountedData, LoopData
+from kerasdist._keras.data.arrays import ArrayData, CountedData, LoopData, uses_of
 from kerasdist._keras.data.pydataset import (
     GeneratorFacts,
     ItemData,
     ItemsInOrder,
     agree_on_order,
 )
-from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.protocols import AsyncDataHooks, KerasHooks, hooks_of
 from kerasdist.transport.liveness.failure_protocol import final_exception
+
+# Files of `Dataset.cache(filename)`: each rank its own.
+#
+# Ranks of one folder would write to the same file, which TensorFlow refuses.
+
+_ranks: list[int] = []
+
+
+def note_rank(rank: int) -> None:
+    """Note this process's rank in the job that it has joined last."""
+    _ranks[:] = [rank]
+
+
+def cache(
+    original: Callable[..., Any], dataset: Any, filename: Any = "", name: Any = None
+) -> Any:
+    """Replace `Dataset.cache`: append the rank to the file's name, but rank 0's."""
+    rank = _ranks[0] if _ranks else 0
+    if rank and not (isinstance(filename, str) and not filename):
+        filename = tf.strings.join([filename, f".rank-{rank}"])
+    return original(dataset, filename, name)
+
 
 # The end of the threads that read data, before the interpreter's own end.
 #

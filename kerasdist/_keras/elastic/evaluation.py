@@ -4,16 +4,265 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist._keras.context import setting
 from kerasdist._keras.data.arrays import BatchIterator, RepeatableIterator
-from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
+from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, WorkerHooks
-from kerasdist._tf.marks import PREDICTING_EPOCH
+from kerasdist._tf.variables import PREDICTING_EPOCH
+from kerasdist.errors import ClusterError
+
+# The state of metrics over all workers, so that a lost worker's part isn't lost.
+#
+# Each replica's metrics hold its own part, and reading them sums over all replicas.
+# Each step ends with a collective of all parts, which is its commit:
+#
+#     1. forward, gradients               perhaps with collectives of their own
+#     2. totals := sum over the workers   the last collective: finished on all, or none
+#     3. update
+#
+# The parts are summed beside the last gradients where that's possible (`parts`,
+# `keep`), and by a collective of their own elsewhere (`commit`).
+#
+# After a change of the workers the chief's metrics hold the totals, and the others' 0.
+# Parts of more than 64 KB are summed in every k-th step alone; in the others the commit
+# is a collective of one number. Then each worker adds what it has counted since.
+
+# Bytes of all parts that are summed in each step.
+_MOST = 65_536
+
+
+class MetricTotals:
+    """The sums of a model's metrics over all replicas, after the last steps.
+
+    Args:
+        sum_over_workers: Sums host tensors over the workers.
+
+    Attributes:
+        steps: How many steps were finished since the metrics were reset.
+    """
+
+    def __init__(self, sum_over_workers: Callable[[Sequence[Any]], list[Any]]) -> None:
+        self._sum = sum_over_workers
+        self._host = _tf.host_of("/device:CPU:0")
+        # By dtype: the sums, and this worker's part of them.
+        self._totals: dict[Any, tuple[Any, Any]] = {}
+        # Steps before this one, in graphs.
+        self._count = _tf.own_variable(0, tf.int64)
+        self._interval = 1
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin with metrics that are 0 on all workers."""
+        self.steps = 0
+        self._begin(0)
+
+    def _begin(self, missing: int) -> None:
+        """Sum in the next step, which all workers count as the first one."""
+        self._first, self._missing = self.steps, missing
+        self._count.assign(0)
+
+    @property
+    def missing(self) -> int:
+        """The number of the last steps that the totals don't include."""
+        steps = self.steps - self._first
+        return (steps - 1) % self._interval if steps else self._missing
+
+    def share(
+        self,
+        metrics: Sequence[Sequence[Any]],
+        broadcast: Callable[[list[Any]], list[Any]],
+        *,
+        newcomer: bool,
+    ) -> None:
+        """Give the totals to workers that have joined; all workers call it.
+
+        Args:
+            metrics: As for `commit`.
+            broadcast: Returns the chief's arrays.
+            newcomer: Whether this worker has joined just now: its metrics are 0.
+
+        Raises:
+            ClusterError: All workers with totals were lost meanwhile.
+        """
+        self._prepare(metrics)
+        flat = _flat(metrics)
+        totals = [
+            np.zeros(part.shape, part.dtype.as_numpy_dtype) for part in flat.values()
+        ]
+        if self.steps and not newcomer:
+            totals = [self._totals[dtype][0].numpy() for dtype in flat]
+        numbers = [not newcomer, self.steps, self._first, self._missing]
+        numbers, *totals = broadcast([np.array(numbers, np.int64), *totals])
+        if not numbers[0]:
+            raise ClusterError(
+                "All workers that had the state of the training were lost while others "
+                "joined. Start the job again."
+            )
+        if not newcomer:
+            return
+        self.steps, self._first, self._missing = map(int, numbers[1:])
+        self._count.assign(self.steps - self._first)
+        for dtype, total in zip(flat, totals, strict=True):
+            for kept, value in zip(
+                self._totals[dtype], (total, flat[dtype]), strict=True
+            ):
+                kept.assign(value)
+
+    def commit(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
+        """Sum over the workers, at the end of a step: in its graph, or eagerly.
+
+        Args:
+            metrics: The copies of each variable that is summed over the replicas.
+
+        Returns:
+            Tensors that are there when the step is committed.
+        """
+        self._prepare(metrics)
+        with tf.device(self._host):
+            if not metrics:
+                return self._sum([tf.zeros([1])])
+            if self._interval == 1:
+                return self._sum_parts(metrics)
+            count = self._count.assign_add(1, read_value=True) - 1
+            return [
+                tf.cond(
+                    tf.equal(count % self._interval, 0),
+                    lambda: tf.size(self._sum_parts(metrics)[0]),
+                    lambda: tf.size(self._sum([tf.zeros([1])])[0]),
+                )
+            ]
+
+    def _prepare(self, metrics: Sequence[Sequence[Any]]) -> None:
+        size = sum(
+            copies[0].shape.num_elements() * copies[0].dtype.size for copies in metrics
+        )
+        self._interval = max(-(-size // _MOST), 1)
+        for dtype in _by_dtype(metrics):
+            self._make(dtype)
+
+    def _make(self, dtype: Any) -> None:
+        if dtype not in self._totals:
+            kept = [_tf.variable_of_any_shape(dtype, self._host) for _ in range(2)]
+            self._totals[dtype] = kept[0], kept[1]
+
+    def parts(self, metrics: Sequence[Sequence[Any]]) -> dict[Any, Any]:
+        """Return this worker's part for another collective, whose sums `keep` takes.
+
+        Args:
+            metrics: As for `commit`.
+
+        Returns:
+            One vector for each dtype; none if this step's parts aren't summed, or
+            there are none.
+        """
+        self._prepare(metrics)
+        if self._interval > 1:
+            return {}
+        with tf.device(self._host):
+            return _flat(metrics)
+
+    def keep(self, parts: dict[Any, Any], sums: Sequence[Any]) -> None:
+        """Keep the sums of parts over the workers, in the step's graph."""
+        with tf.device(self._host):
+            self._keep(parts, sums)
+
+    def _sum_parts(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
+        flat = _flat(metrics)
+        sums = self._sum(list(flat.values()))
+        self._keep(flat, sums)
+        return sums
+
+    def _keep(self, flat: dict[Any, Any], sums: Sequence[Any]) -> None:
+        for (dtype, part), total in zip(flat.items(), sums, strict=True):
+            for kept, value in zip(self._totals[dtype], (total, part), strict=True):
+                kept.assign(value, read_value=False)
+
+    def sums(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the sums over the workers of all parts, a vector by dtype; eagerly."""
+        with tf.device(self._host):
+            flat = _flat(metrics)
+            return self._sum(list(flat.values())) if flat else []
+
+    def set(
+        self,
+        metrics: Sequence[Sequence[Any]],
+        sums: Sequence[Any],
+        steps: int,
+        *,
+        chief: bool,
+    ) -> None:
+        """Continue from the `sums` of other workers, which are the chief's; eagerly.
+
+        Args:
+            metrics: As for `commit`.
+            sums: The sums.
+            steps: See the attribute.
+            chief: Whether this worker is the chief.
+        """
+        self.steps = steps
+        for (dtype, some), total in zip(_by_dtype(metrics).items(), sums, strict=True):
+            self._make(dtype)
+            mine = total if chief else tf.zeros_like(total)
+            for kept, value in zip(self._totals[dtype], (total, mine), strict=True):
+                kept.assign(value)
+            _assign(some, mine)
+        self._begin(0)
+
+    def divide(self, metrics: Sequence[Sequence[Any]], *, chief: bool) -> None:
+        """Divide the totals among other workers: they are the chief's; eagerly.
+
+        What a worker has counted since the totals were summed stays with it.
+
+        Args:
+            metrics: As for `commit`.
+            chief: Whether this worker is the chief.
+        """
+        if self.steps:
+            for dtype, present in _flat(metrics).items():
+                total, part = (kept.read_value() for kept in self._totals[dtype])
+                mine = total if chief else tf.zeros_like(total)
+                self._totals[dtype][1].assign(mine)
+                value = mine + present - part if self.missing else mine
+                _assign(_by_dtype(metrics)[dtype], value)
+        self._begin(self.missing)
+
+
+def _by_dtype(metrics: Sequence[Sequence[Any]]) -> dict[Any, list[Sequence[Any]]]:
+    found: dict[Any, list[Sequence[Any]]] = {}
+    for copies in metrics:
+        found.setdefault(copies[0].dtype, []).append(copies)
+    return found
+
+
+def _flat(metrics: Sequence[Sequence[Any]]) -> dict[Any, Any]:
+    """Return this worker's part, one vector for each dtype."""
+    found = {}
+    for dtype, some in _by_dtype(metrics).items():
+        parts = []
+        for copies in some:
+            flat = [tf.reshape(copy.read_value(), [-1]) for copy in copies]
+            parts.append(flat[0] if len(flat) == 1 else tf.add_n(flat))
+        found[dtype] = tf.concat(parts, 0)
+    return found
+
+
+def _assign(metrics: Sequence[Sequence[Any]], flat: Any) -> None:
+    """Set variables to the parts of a vector, on the first local replica."""
+    begin = 0
+    for copies in metrics:
+        end = begin + copies[0].shape.num_elements()
+        copies[0].assign(tf.reshape(flat[begin:end], copies[0].shape))
+        for copy in copies[1:]:
+            copy.assign(tf.zeros_like(copy))
+        begin = end
+
 
 # Batches for steps that may be repeated.
 

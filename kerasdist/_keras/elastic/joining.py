@@ -21,8 +21,8 @@ import numpy as np
 from kerasdist._keras.context import current
 from kerasdist._keras.data.arrays import BatchIterator, RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import draws_order
-from kerasdist._keras.elastic.state import finished_calls, training_state
-from kerasdist._keras.elastic.state.training_state import DataPlace
+from kerasdist._keras.elastic import finished_calls, training_state
+from kerasdist._keras.elastic.training_state import DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.errors import ClusterError
 

@@ -20,20 +20,20 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.evaluation import (
     Batches,
     ByLayout,
     EvaluatedPart,
+    MetricTotals,
     batches_of,
     is_of_fit,
 )
+from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.joining import Admission
-from kerasdist._keras.elastic.metric_totals import MetricTotals
-from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
-from kerasdist._keras.files.succession import take_over
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
-from kerasdist._tf.graph.tensor_origins import reads_or_writes
+from kerasdist._tf.tensor_origins import reads_or_writes
 
 # A train function whose `fit` another process can continue, between two steps.
 
@@ -313,7 +313,7 @@ class ElasticStep(ContinuableStep):
             current.resumed()
             current.resumed = None
         if self._admission.poll(iterator, number):
-            self._settle()
+            self._adapt_to_members()
             # The others may be lost before the newcomers' first commit.
             self._totals.share(
                 self._metrics(),
@@ -333,7 +333,7 @@ class ElasticStep(ContinuableStep):
     def read_metrics(self, read: Callable[[], Any]) -> Any:
         """See `ContinuableStep.read_metrics`."""
         while True:
-            self._settle()
+            self._adapt_to_members()
             try:
                 with self._elastic.section():
                     self._check()
@@ -351,7 +351,7 @@ class ElasticStep(ContinuableStep):
     def sum_metrics(self) -> tuple[int, list[Any]]:
         """See `ContinuableStep.sum_metrics`."""
         while True:
-            self._settle()
+            self._adapt_to_members()
             try:
                 with self._elastic.section():
                     self._check()
@@ -371,7 +371,7 @@ class ElasticStep(ContinuableStep):
         """Take a step on the next batch, as often as the workers change in it."""
         workers = self._hooks.workers
         while True:
-            self._settle()
+            self._adapt_to_members()
             began, changes = time.monotonic(), len(self._elastic.changes)
             before = workers.communicator.step
             self._saved = []
@@ -399,7 +399,7 @@ class ElasticStep(ContinuableStep):
             self._taken += 1
             return logs
 
-    def _settle(self) -> None:
+    def _adapt_to_members(self) -> None:
         """Adapt to a change of the workers, if there was one."""
         if self._epoch == self._elastic.epoch:
             return

@@ -29,10 +29,9 @@ from kerasdist import _tf
 from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.global_batch.losses import part_of, terms_of
 from kerasdist._keras.unscoped_models import copies_of, has_own_step
-from kerasdist._tf.gradient_placement import move_beside
-from kerasdist._tf.graph.tensor_origins import captured
-from kerasdist._tf.marks import StrategyExtensions, current_facets
-from kerasdist._tf.variables import is_distributed
+from kerasdist._tf.gradient_placement import move_to_device_of
+from kerasdist._tf.tensor_origins import captured
+from kerasdist._tf.variables import StrategyExtensions, current_facets, is_distributed
 
 RAW, PART, WHOLE = "raw", "part", "whole"
 
@@ -261,6 +260,7 @@ def exchange(
             reduced = reduce(gradients, *args, **options)
         if facets.places_gradients:
             reduced = [
-                move_beside(*pair) for pair in zip(reduced, gradients, strict=True)
+                move_to_device_of(*pair)
+                for pair in zip(reduced, gradients, strict=True)
             ]
         return reduced

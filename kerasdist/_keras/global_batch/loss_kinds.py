@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from kerasdist._tf.graph import tensor_origins
+from kerasdist._tf import tensor_origins
 
 
 class Kind(NamedTuple):

@@ -31,9 +31,8 @@ from kerasdist._keras.context import current
 from kerasdist._keras.global_batch.loss_kinds import CONSTANT, Extreme, Kind, LossKinds
 from kerasdist._keras.global_batch.losses import part_of
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._tf.graph.tensor_origins import captured, outermost
-from kerasdist._tf.marks import CHIEFS_STATE
-from kerasdist._tf.variables import is_distributed
+from kerasdist._tf.tensor_origins import captured, outermost
+from kerasdist._tf.variables import CHIEFS_STATE, is_distributed
 
 
 def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
-from kerasdist._tf.marks import STAGE, VARIABLE_DEVICE, facets_of
+from kerasdist._tf.variables import STAGE, VARIABLE_DEVICE, facets_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from keras.src import backend, tree
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.protocols import hooks_of
 from kerasdist._keras.unscoped_models import can_be_called
-from kerasdist._tf.marks import facets_of
+from kerasdist._tf.variables import facets_of
 
 # Automatic placements, which are planned when a model is first used.
 

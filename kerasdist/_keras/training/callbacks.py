@@ -21,11 +21,11 @@ from keras.src.callbacks import (
     tensorboard,
 )
 
+from kerasdist._keras import file_writers as writers
+from kerasdist._keras import learning_rate
+from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current, setting
-from kerasdist._keras.files import writers
-from kerasdist._keras.files.succession import take_over
-from kerasdist._keras.optimizer import learning_rate
-from kerasdist._keras.optimizer.learning_rate import (
+from kerasdist._keras.learning_rate import (
     base_rate,
     leaves_of,
     scaling_of,

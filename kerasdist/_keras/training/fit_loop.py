@@ -19,27 +19,26 @@ from keras.src.callbacks import callback_list, progbar_logger
 from keras.src.ops import convert_to_numpy
 from keras.src.utils import io_utils
 
+from kerasdist._keras.chief_failover import ChiefFailover, take_over
 from kerasdist._keras.context import current, setting
+from kerasdist._keras.data.arrays import uses_of
 from kerasdist._keras.data.epoch_iterators import ending_threads_after_error
 from kerasdist._keras.data.pydataset import closing_readers
-from kerasdist._keras.data.uses import uses_of
 from kerasdist._keras.elastic.evaluation import renew_prediction, repeated
-from kerasdist._keras.elastic.joining import join
-from kerasdist._keras.elastic.state.finished_calls import (
+from kerasdist._keras.elastic.finished_calls import (
     adopt,
     calls_of,
     plain,
     refuse_newcomer,
     result_of_fit,
 )
-from kerasdist._keras.elastic.state.training_state import begin as begin_fit
-from kerasdist._keras.elastic.state.training_state import leave_out_epochs
+from kerasdist._keras.elastic.joining import join
 from kerasdist._keras.elastic.step import ContinuableStep
-from kerasdist._keras.files.succession import ChiefFailover, take_over
-from kerasdist._keras.files.writers import note_own_files
-from kerasdist._keras.optimizer.sparse_updates import embedding_tables, moves_all_rows
+from kerasdist._keras.elastic.training_state import begin as begin_fit
+from kerasdist._keras.elastic.training_state import leave_out_epochs
+from kerasdist._keras.file_writers import note_own_files
 from kerasdist._keras.placement.trainer import failure_behind
-from kerasdist._keras.preemption.resumption import (
+from kerasdist._keras.preemption import (
     Resumption,
     in_fit,
     leave_after_training,
@@ -51,7 +50,11 @@ from kerasdist._keras.protocols import (
     translating,
 )
 from kerasdist._keras.training.logs import numbers_of, whole_logs
-from kerasdist._keras.training.optimizers import open_window
+from kerasdist._keras.training.optimizers import (
+    embedding_tables,
+    moves_all_rows,
+    open_window,
+)
 from kerasdist._keras.training.state import (
     JobCallback,
     chiefs_state,
@@ -62,7 +65,7 @@ from kerasdist._keras.training.state import (
     take_epoch,
 )
 from kerasdist._keras.unscoped_models import warn_if_outside
-from kerasdist.transport.log import status
+from kerasdist.transport import log
 
 # The check that all workers look up the same words.
 #
@@ -335,7 +338,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             [id(v) in tables and not moves_all_rows(optimizer, v) for v in weights],
         )
     if hooks.workers.rank == 0 and current.fitting > 1:
-        status.info("%s", _start_line(hooks, trainer))
+        log.info("%s", _start_line(hooks, trainer))
     if dynamic is None and hooks.data.length_unknown:
         hooks.log_once(
             "ends of data",

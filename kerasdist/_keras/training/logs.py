@@ -27,8 +27,8 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.global_batch.losses import recorded
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._tf.marks import LAST_LOGS
-from kerasdist.transport.log import status
+from kerasdist._tf.variables import LAST_LOGS
+from kerasdist.transport import log
 
 # The path of a number in logs: names, from outside to inside.
 _Path = tuple[str, ...]
@@ -189,7 +189,7 @@ def _put_together(
 
 
 def _inform(names: list[str]) -> None:
-    status.info(
+    log.info(
         "kerasdist: the logs %s aren't results of the model's metrics, "
         "so you see the mean over the workers' last steps, weighted by rows: for a "
         "mean over rows, the number of one process. To report a whole epoch, return "

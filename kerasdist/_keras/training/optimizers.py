@@ -17,27 +17,434 @@ clipped. Every step reduces if the gradients of every step are needed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
+from keras.src import optimizers
 from keras.src.optimizers import base_optimizer, sgd
 from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.gradients import RAW, WHOLE, exchange, weighted
-from kerasdist._keras.optimizer.learning_rate import own_steps, scaled, shared_steps
-from kerasdist._keras.optimizer.sparse_updates import share_reads, touched_rows
-from kerasdist._keras.protocols import KerasHooks, hooks_of
-from kerasdist._keras.training.adoption import adopt_in_step
+from kerasdist._keras.learning_rate import (
+    leaves,
+    optimizers_of,
+    own_steps,
+    scaled,
+    shared_steps,
+)
+from kerasdist._keras.placement.layers import placer_of
+from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of, timer_of
 from kerasdist._keras.unscoped_models import (
     apply_on_all,
     build_only,
+    check_not_local,
+    is_in_use,
     strategy_outside,
 )
 from kerasdist._tf.compiled_step import padded
-from kerasdist._tf.marks import current_facets
+from kerasdist._tf.variables import current_facets, is_distributed, of_tensorflow
+
+# Adoption by the strategy of variables that were created outside of its scope.
+#
+# Keras makes the variables of an optimizer or a metric where it is created: outside of
+# the scope they are this worker's alone. The strategy of the model that uses them is
+# known, and adopts them: each is wrapped in a distributed variable with the chief's
+# value, as variables are that are created inside.
+#
+#     compile         runs inside of the scope of the model's strategy; its arguments
+#                     are adopted
+#     the first step  adopts the rest: metrics and optimizers in attributes, layers
+#                     that were built outside
+#     custom loops    adopt the optimizer and the weights at the first `apply`, a metric
+#                     at its first `update_state`, inside of `strategy.run`
+#
+# A model that was itself created outside belongs to no strategy, unless it is used
+# inside of the scope: see `unscoped_models`.
+
+# Layers whose results depend on which replica computes them.
+
+# Knuth's multiplicative constant: neighbouring replicas get distant seeds.
+_SPREAD = 2654435761
+
+
+def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
+    """Replace `SeedGenerator.next`: each replica draws from its own stream.
+
+    All replicas hold the same generator state, so that it can be saved and
+    restored; the replica's number is added to the seed as it's drawn. Replica 0
+    draws the same numbers as a single process.
+    """
+    seed = original(self, *args, **kw)
+    hooks = current_hooks()
+    if hooks is None or tf.distribute.in_cross_replica_context():
+        return seed
+    replica = hooks.workers.current_replica()
+    if replica == 0:
+        return seed
+    bits = 31 if seed.dtype in ("int32", tf.int32) else 32
+    offset = tf.constant([(replica * _SPREAD) % 2**bits, 0], tf.int64)
+    return tf.cast(tf.cast(seed, tf.int64) + offset, seed.dtype)
+
+
+def synchronized_moments(
+    original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
+) -> Any:
+    """Replace the moments of `BatchNormalization(synchronized=True)`.
+
+    They are the mean and variance over the rows of the global batch. There is one
+    collective instead of three, and a replica without rows adds nothing.
+    """
+    hooks = current.hooks
+    if hooks is None or hooks.workers.replicas == 1:
+        return original(x, axes, keepdims)
+    there = tf.cast(current.rows > 0, x.dtype)
+    sums = _sum(
+        tf.stack(
+            [
+                tf.reduce_sum(x, axis=axes, keepdims=True),
+                tf.reduce_sum(tf.square(x), axis=axes, keepdims=True),
+                tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True),
+            ]
+        )
+        * there,
+        there,
+    )
+    mean = tf.math.divide_no_nan(sums[0], sums[2])
+    square = tf.math.divide_no_nan(sums[1], sums[2])
+    variance = tf.maximum(square - tf.square(mean), 0.0)
+    if not keepdims:
+        mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+    return mean, variance
+
+
+def _sum(tensor: Any, there: Any) -> Any:
+    """Sum over the replicas, whose gradients are parts of the global batch's."""
+    hooks = current.hooks
+
+    @tf.custom_gradient
+    def summed(x: Any) -> Any:
+        def backward(dy: Any) -> Any:
+            mine = _tf.weighted(dy, there)
+            return hooks.gradients.sum_over_replicas([mine])[0]  # type: ignore[union-attr]
+
+        return hooks.gradients.sum_over_replicas([x])[0], backward  # type: ignore[union-attr]
+
+    return summed(tensor)
+
+
+def compile_model(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace `compile`: it runs in the scope of the model's strategy, called anywhere.
+
+    Variables that a user's own `compile` creates elsewhere are adopted later.
+    """
+    strategy = trainer._distribute_strategy
+    hooks = hooks_of(strategy)
+    if timer_of(strategy) is None or (hooks is not None and not is_in_use(hooks)):
+        return original(trainer, *args, **kwargs)
+    inside = tf.distribute.has_strategy()
+    with contextlib.nullcontext() if inside else strategy.scope():
+        result = original(trainer, *args, **kwargs)
+    for optimizer in optimizers_of(trainer):
+        _adopt_optimizer(strategy, optimizer)
+    return result
+
+
+def make_function(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Replace `make_train_function` and the like: adopt before a step is traced."""
+    kind = original.__name__.removeprefix("make_")
+    if getattr(trainer, kind) is None:
+        adopt_model(trainer)
+    return original(trainer, *args, **kwargs)
+
+
+def adopt_model(trainer: Any) -> None:
+    """Let a model's strategy adopt all variables of the model that aren't its own yet.
+
+    All workers call it alike. A model that was created outside of any scope and is used
+    inside of one belongs to that strategy from then on.
+
+    Raises:
+        ValueError: It is used inside of a scope and was trained by this worker alone.
+    """
+    strategy = trainer.distribute_strategy
+    hooks = hooks_of(strategy)
+    if hooks is None:
+        if timer_of(strategy) is not None:
+            for optimizer in optimizers_of(trainer):
+                _adopt_optimizer(strategy, optimizer)
+        return
+    if trainer._distribute_strategy is None:
+        check_not_local(trainer)
+        trainer._distribute_strategy = strategy
+    for optimizer in optimizers_of(trainer):
+        _adopt_optimizer(strategy, optimizer)
+    _adopt(hooks, [*trainer.variables, *trainer.metrics_variables])
+
+
+def adopt_in_step(hooks: KerasHooks, optimizer: Any, weights: Iterable[Any]) -> None:
+    """Adopt an optimizer and the weights that it will update, in replica context.
+
+    Raises:
+        ValueError: See `assign`; for the weights.
+    """
+    strategy = tf.distribute.get_strategy()
+    if getattr(optimizer, "_distribution_strategy", strategy) is not strategy:
+        if hooks.workers.local_replicas == 1:
+            _adopt_optimizer(strategy, optimizer)
+        else:
+            tf.distribute.get_replica_context().merge_call(
+                lambda strategy: _adopt_optimizer(strategy, optimizer)
+            )
+    _adopt_in_replica(hooks, weights)
+
+
+def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
+    """Replace `Variable.assign`: adopt a custom loop's metric at its first update.
+
+    Raises:
+        ValueError: This worker has several replicas, and one of them may have read the
+            first one's variable.
+    """
+    if (
+        variable.synchronization == "on_read"
+        and variable._value is not None
+        and not is_distributed(variable._value)
+        and not tf.distribute.in_cross_replica_context()
+    ):
+        hooks = current_hooks()
+        if hooks is not None:
+            _adopt_in_replica(hooks, [variable])
+    return original(variable, value)
+
+
+def _adopt_optimizer(strategy: Any, optimizer: Any) -> None:
+    """Let a strategy adopt an optimizer, and those that it wraps."""
+    hooks = hooks_of(strategy)
+    for each in {id(part): part for part in (optimizer, *leaves(optimizer))}.values():
+        if getattr(each, "_distribution_strategy", strategy) is not strategy:
+            _check_place(strategy, each)
+            each._distribution_strategy = strategy
+        if hooks is not None:
+            _adopt(hooks, getattr(each, "variables", ()))
+
+
+def _check_place(strategy: Any, optimizer: Any) -> None:
+    """Check that an optimizer's variables can be beside those that they belong to.
+
+    Raises:
+        ValueError: They exist already, so they can't.
+    """
+    if placer_of(strategy) is not None and getattr(optimizer, "built", False):
+        raise ValueError(
+            "With a placement an optimizer's variables are on the devices of the "
+            "weights that they belong to. Received: an optimizer that was built "
+            f"outside of the scope of {type(strategy).__name__}: {optimizer!r}. Leave "
+            "out its `build`, or create it inside `with strategy.scope():`."
+        )
+
+
+def _adopt_in_replica(hooks: KerasHooks, variables: Iterable[Any]) -> None:
+    outside = [
+        each
+        for each in variables
+        if getattr(each, "_value", None) is not None and not is_distributed(each._value)
+    ]
+    if outside and hooks.workers.local_replicas > 1:
+        names = [variable.path for variable in outside]
+        raise ValueError(
+            "Variables were created outside of the strategy's scope, and a replica has "
+            f"read them already. Received: {names[:5]} in `strategy.run` with "
+            f"{hooks.workers.local_replicas} replicas in this worker. Create the "
+            "metric or the model inside `with strategy.scope():`."
+        )
+    _adopt(hooks, outside)
+
+
+def _adopt(hooks: KerasHooks, variables: Iterable[Any]) -> None:
+    for variable in variables:
+        value = getattr(variable, "_value", None)
+        if value is not None and not is_distributed(value):
+            variable._value = hooks.state.adopt(variable, value)
+
+
+# The rows of a table that an optimizer moves in a step.
+#
+# The gradient of an embedding is IndexedSlices: some of its rows. Keras's optimizers
+# differ in the rows that they change:
+#
+#     the given rows    a row without a gradient stays as it is, to the bit: SGD,
+#                       RMSprop, Adagrad, Adadelta, Adafactor
+#     some rows         momentum moves a row for long after its last gradient: Adam and
+#                       all others; also what accumulates gradients or takes averages
+#     all rows          weight decay
+#
+# The changed rows are given by the slices' indices in the first case; in the second
+# they can only be found by comparison.
+
+# SGD updates that read a gradient once, and write only the variables.
+#
+# The means of several workers are in memory that is read elsewhere, too. TensorFlow
+# doesn't write to it, so `learning_rate * gradient` is put into new memory, as large as
+# all gradients; in one process it overwrites the gradient. For `keras.optimizers.SGD`
+# TensorFlow has one operation that does the whole update: the same products and sums,
+# element by element, so that the bits are Keras's own
+# (`tests/_keras/optimizer/test_fused_sgd.py`). With clipping or accumulation the last
+# bit may differ: in Keras's operations TensorFlow multiplies the rate by the scale
+# first, and the gradient by both.
+
+
+def sgd_step(
+    original: Callable[..., Any],
+    optimizer: Any,
+    gradient: Any,
+    variable: Any,
+    learning_rate: Any,
+) -> Any:
+    """Replace `SGD.update_step`."""
+    if not current.reduced or not _is_plain(gradient, variable):
+        return original(optimizer, gradient, variable, learning_rate)
+    rate = tf.cast(learning_rate, variable.dtype)
+    if optimizer.momentum == 0:
+        return tf.raw_ops.ResourceApplyGradientDescent(
+            var=variable.handle, alpha=rate, delta=gradient, use_locking=True
+        )
+    momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
+    accumulator = _same_device(momentum.value, variable)
+    if accumulator is None:
+        return original(optimizer, gradient, variable, learning_rate)
+    return tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable.handle,
+        accum=accumulator.handle,
+        lr=rate,
+        grad=gradient,
+        momentum=tf.cast(optimizer.momentum, variable.dtype),
+        use_nesterov=optimizer.nesterov,
+        use_locking=True,
+    )
+
+
+def _is_plain(gradient: Any, variable: Any) -> bool:
+    """Return whether the operation accepts both; it doesn't accept slices."""
+    return (
+        isinstance(gradient, tf.Tensor)
+        and isinstance(variable, tf.Variable)
+        and not isinstance(variable, tf.distribute.DistributedValues)
+        and gradient.dtype == variable.dtype
+        and variable.dtype in (tf.float32, tf.float64)
+    )
+
+
+def _same_device(distributed: Any, variable: Any) -> Any | None:
+    """Return the copy of a distributed variable on another variable's device.
+
+    None if there is none, as for a placed model's optimizer that was built by hand.
+    """
+    copies = tf.distribute.get_strategy().experimental_local_results(distributed)
+    return next((copy for copy in copies if copy.device == variable.device), None)
+
+
+# Tables that are read without being copied.
+#
+# An update of some rows (`IndexedSlices`) makes TensorFlow copy the whole table at each
+# read from then on: a reader might hold the memory during the next update. The lookup
+# of an embedding drops it in the same step. `DisableCopyOnRead` makes reads share the
+# memory again. The next update of rows copies the table only if a tensor still shares
+# it, so no number changes.
+
+
+def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Let the next step read the tables of which rows were updated without a copy.
+
+    Call it after the update, in a step of one replica.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None.
+        variables: The Keras variable of each.
+    """
+    if _tf.in_xla() or _tf.in_parts():  # XLA's updates don't make reads copy
+        return
+    for gradient, variable in zip(gradients, variables, strict=False):
+        if isinstance(gradient, tf.IndexedSlices):
+            (table,) = _tf.local_results(of_tensorflow(variable))
+            if isinstance(table, tf.Variable):
+                tf.raw_ops.DisableCopyOnRead(resource=table.handle)
+
+
+# Without momentum, their steps are a product with the gradient.
+_FOLLOW_GRADIENTS = (
+    optimizers.Adadelta,
+    optimizers.Adafactor,
+    optimizers.Adagrad,
+    optimizers.RMSprop,
+    optimizers.SGD,
+)
+
+
+def touched_rows(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any | None]:
+    """Return for each variable indices of all rows that a step moves; None: not known.
+
+    Args:
+        optimizer: The optimizer that updates, not one that wraps it.
+        gradients: What it's given: tensors, IndexedSlices or None.
+        variables: One for each gradient.
+
+    Returns:
+        Integer tensors of shape `(n,)`, with repetitions; or None.
+    """
+    return [
+        gradient.indices
+        if isinstance(gradient, tf.IndexedSlices) and _follows(optimizer, variable)
+        else None
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def moves_all_rows(optimizer: Any, variable: Any) -> bool:
+    """Return whether an optimizer, if any, moves all rows of a variable each step."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not getattr(optimizer, "weight_decay", None):
+        return False
+    return bool(optimizer._use_weight_decay(variable.value))
+
+
+def embedding_tables(trainer: Any) -> set[int]:
+    """Return the ids of the Keras variables in which Embedding layers look up rows.
+
+    Tables that are also multiplied with as a whole are excluded: all of their rows get
+    gradients.
+    """
+    return {
+        id(variable)
+        for layer in trainer._flatten_layers()
+        if isinstance(layer, keras.layers.Embedding)
+        and not getattr(layer, "tie_weights", False)
+        for variable in layer._trainable_variables
+    }
+
+
+def _follows(optimizer: Any, variable: Any) -> bool:
+    """Return whether an optimizer leaves rows without a gradient unchanged."""
+    return (
+        # Subclasses are excluded, since they may do anything.
+        type(optimizer) in _FOLLOW_GRADIENTS
+        and not getattr(optimizer, "momentum", 0)
+        and not optimizer.weight_decay
+        and not optimizer.gradient_accumulation_steps
+        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
+        and getattr(variable, "constraint", None) is None
+        and not getattr(variable, "overwrite_with_gradient", False)
+    )
 
 
 def apply(

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 from keras.src import tree
 
-from kerasdist._keras.elastic.state.finished_calls import numbers_of_one
-from kerasdist._keras.optimizer.learning_rate import optimizers_of
+from kerasdist._keras.elastic.finished_calls import numbers_of_one
+from kerasdist._keras.learning_rate import optimizers_of
 from kerasdist._keras.placement.layers import move
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._keras.training.optimizers import own_accumulators
-from kerasdist._tf.marks import CHIEFS_STATE, facets_of
+from kerasdist._tf.variables import CHIEFS_STATE, facets_of
 
 # The base class of callbacks that take part in a job.
 

@@ -20,12 +20,12 @@ from kerasdist._keras.elastic.evaluation import (
     repeated,
     test_function,
 )
-from kerasdist._keras.elastic.state.finished_calls import refuse_newcomer
+from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.placement.layers import placer_of
-from kerasdist._keras.preemption.resumption import Departure, StepAlone
+from kerasdist._keras.preemption import Departure, StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
     StepTimer,
@@ -34,8 +34,8 @@ from kerasdist._keras.protocols import (
     timer_of,
     translating,
 )
-from kerasdist._keras.training.adoption import adopt_model
 from kerasdist._keras.training.logs import keeping
+from kerasdist._keras.training.optimizers import adopt_model
 from kerasdist._keras.training.state import (
     state_to_give,
     statistics_of,
@@ -49,7 +49,7 @@ from kerasdist._keras.unscoped_models import (
     is_unbuilt,
     make_compiled,
 )
-from kerasdist._tf.marks import LAST_LOGS
+from kerasdist._tf.variables import LAST_LOGS
 
 # A train function that counts its steps, and measures them on request.
 

@@ -15,21 +15,20 @@ from pathlib import Path
 
 from kerasdist.cli.console import print_line
 from kerasdist.cli.env import ALLOCATORS
-from kerasdist.cli.run.elastic import options as elastic_options
-from kerasdist.cli.run.function.files import FunctionFiles
-from kerasdist.cli.run.gpus import division as gpu_options
-from kerasdist.cli.run.gpus.division import divide_all, is_divided
-from kerasdist.cli.run.gpus.find import find_gpus
-from kerasdist.cli.run.hosts import host_options as host_options
+from kerasdist.cli.run import gpus as gpu_options
+from kerasdist.cli.run import nodes as node_options
+from kerasdist.cli.run import task_processes as elastic_options
+from kerasdist.cli.run.gpus import divide_all, is_divided
+from kerasdist.cli.run.hosts import places as host_options
 from kerasdist.cli.run.hosts.check import HostsError, on_hosts
+from kerasdist.cli.run.hosts.find_gpus import find_gpus
 from kerasdist.cli.run.launch import check_command, launch
-from kerasdist.cli.run.nodes import node_options as node_options
-from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
-from kerasdist.cli.run.task_processes import JobSpec
+from kerasdist.cli.run.nodes import RendezvousError, meeting
+from kerasdist.cli.run.task_processes import FunctionFiles, JobSpec
 from kerasdist.placement.advice import counted
-from kerasdist.transport.log.default_handler import format_fault, level_fault
-from kerasdist.transport.tls.credentials import tls_fault
-from kerasdist.transport.wire.handshake import secret_fault
+from kerasdist.transport.credentials import tls_fault
+from kerasdist.transport.handshake import secret_fault
+from kerasdist.transport.log import format_fault, level_fault
 
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and

@@ -32,7 +32,7 @@ from kerasdist.cli.run.processes import (
 from kerasdist.cli.run.spawn import cores_in_order, shares
 from kerasdist.cli.run.supervisor import JobSupervisor
 from kerasdist.cli.run.task_processes import JobSpec
-from kerasdist.transport.log import background_log
+from kerasdist.transport import log
 
 # The script or module that a job runs.
 
@@ -227,7 +227,7 @@ def _supervised(job: JobSpec) -> int:
             except BaseException:  # the user must see all of them
                 sys.excepthook(*sys.exc_info())
             finally:
-                background_log.flush(None)  # as `sys.exit` would
+                log.flush(None)  # as `sys.exit` would
                 with contextlib.suppress(OSError):
                     sys.stderr.flush()
                 os._exit(code)

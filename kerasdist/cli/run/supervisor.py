@@ -30,12 +30,9 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
-from kerasdist.cli.run.elastic.chief_output import ChiefOutput
-from kerasdist.cli.run.elastic.outcome import ElasticOutcome
-from kerasdist.cli.run.function.files import FunctionFiles
+from kerasdist.cli.run.elastic_outcome import ChiefOutput, ElasticOutcome
 from kerasdist.cli.run.outcome import JobOutcome, in_words
-from kerasdist.cli.run.output import OutputPump
-from kerasdist.cli.run.ports import HostPorts, JobPorts, PartPorts
+from kerasdist.cli.run.output import ChiefErrors, OutputPump
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -47,9 +44,15 @@ from kerasdist.cli.run.processes import (
     kill_left_behind,
     signal_all,
 )
-from kerasdist.cli.run.spawn import Launch, Started, lines_of
-from kerasdist.cli.run.start_up_lines import ChiefErrors
-from kerasdist.cli.run.task_processes import JobSpec
+from kerasdist.cli.run.spawn import (
+    HostPorts,
+    JobPorts,
+    Launch,
+    PartPorts,
+    Started,
+    lines_of,
+)
+from kerasdist.cli.run.task_processes import FunctionFiles, JobSpec
 
 # The report to the caller about the end of a job that ran a function.
 

@@ -23,15 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.communicator import Communicator, copy_to_raise
+from kerasdist.collectives.elastic.agreement import MembershipService
+from kerasdist.collectives.elastic.epochs import Member
 from kerasdist.collectives.elastic.groups import BROKEN, Group, Result
-from kerasdist.collectives.elastic.membership.agreement import MembershipService
-from kerasdist.collectives.elastic.membership.lines import PeerMessenger
-from kerasdist.collectives.elastic.membership.startup import discover_members
-from kerasdist.collectives.failures import copy_to_raise
+from kerasdist.collectives.elastic.peer_messenger import PeerMessenger, discover_members
 from kerasdist.collectives.row_exchange import Array, Slices
 from kerasdist.transport.base import Peer
-from kerasdist.transport.membership.events import Member
 from kerasdist.transport.tracing import Recorder
 
 # The changes of an elastic job's members, as this worker has seen them.
@@ -370,7 +368,7 @@ class ElasticCommunicator(Communicator):
         Returns:
             Whether there are members now without the job's state: newcomers.
         """
-        self._settle(self.epoch, time.monotonic() + _ADMIT_SECONDS)
+        self._await_change(self.epoch, time.monotonic() + _ADMIT_SECONDS)
         return self._agree_on_newcomers()
 
     def join(self, seconds: float | None = None) -> None:
@@ -388,7 +386,7 @@ class ElasticCommunicator(Communicator):
         self.await_group(after=NO_EPOCH, seconds=seconds or _JOIN_SECONDS)
         self.joining = False
         self.is_newcomer = True
-        self._settle(NO_EPOCH, 0.0)
+        self._await_change(NO_EPOCH, 0.0)
         self._agree_on_newcomers()
 
     def finish_joining(self) -> None:
@@ -415,7 +413,7 @@ class ElasticCommunicator(Communicator):
         self._stateless = {int(rank) for ((rank, flag),) in found if flag}
         return bool(self._stateless)
 
-    def _settle(self, epoch: int, deadline: float) -> None:
+    def _await_change(self, epoch: int, deadline: float) -> None:
         """Wait for a change after `epoch`, and for all that are planned by then.
 
         There are collectives meanwhile, as a change is planned for after one of them;

@@ -13,17 +13,17 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
-from kerasdist.collectives.elastic.membership.lines import PeerMessenger
+from kerasdist.collectives.elastic.epochs import Decision, Member
+from kerasdist.collectives.elastic.peer_messenger import PeerMessenger
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.deadline import Cancellation, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.membership.events import Decision, Member
 
 # The way in which the members of an epoch are connected: directly, or by servers.
 #
 # An elastic job uses one `Link` for all of its epochs. `WorkerLink` connects the
 # members as those of any other job; servers have a link of their own
-# (`kerasdist.ps.elastic`).
+# (`kerasdist.parameter_server.elastic`).
 
 # Seconds of silence after which a process is lost, at most.
 _MOST_HEARTBEAT = 5.0

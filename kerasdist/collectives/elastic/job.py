@@ -10,10 +10,17 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from kerasdist import errors
+from kerasdist.collectives.elastic.agreement import MembershipService
 from kerasdist.collectives.elastic.communicator import (
     ElasticCommunicator,
     MembershipChange,
     differences,
+)
+from kerasdist.collectives.elastic.epochs import (
+    Decision,
+    Member,
+    StopReason,
+    first_decision,
 )
 from kerasdist.collectives.elastic.groups import (
     BROKEN,
@@ -23,22 +30,13 @@ from kerasdist.collectives.elastic.groups import (
     catch_up,
     introduce,
 )
-from kerasdist.collectives.elastic.leaving import Leaving
-from kerasdist.collectives.elastic.membership.agreement import MembershipService
-from kerasdist.collectives.elastic.membership.lines import PeerMessenger
-from kerasdist.collectives.elastic.membership.startup import Startup
-from kerasdist.collectives.elastic.termination import Termination
+from kerasdist.collectives.elastic.peer_messenger import PeerMessenger, Startup
+from kerasdist.collectives.elastic.termination import Leaving, Termination
+from kerasdist.transport import log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Cancellation
 from kerasdist.transport.liveness.announcements import WaitOutcome
 from kerasdist.transport.liveness.launcher_pipe import Reporter
-from kerasdist.transport.log import background_log
-from kerasdist.transport.membership.events import (
-    Decision,
-    Member,
-    StopReason,
-    first_decision,
-)
 from kerasdist.transport.rendezvous.listener import Listener
 
 # The losses that a worker has noticed, and the error with which its part ends.
@@ -449,7 +447,7 @@ class ElasticJob:
                 self.communicator.resume(group, decision.verdict.progress.step)
         self._tell(group, pause)
         if text and group.communicator.rank == 0:
-            background_log.log(logging.WARNING, "kerasdist: %s", text)
+            log.log_in_background(logging.WARNING, "kerasdist: %s", text)
         old.job.close()
 
     def _failed(self, decision: Decision, error: Exception) -> None:
@@ -465,7 +463,7 @@ class ElasticJob:
         elif isinstance(error, errors.StartupError) and error.missing:
             member = members[min(error.missing)]
         elif not isinstance(error, errors.KerasDistError):
-            background_log.log(
+            log.log_in_background(
                 logging.ERROR,
                 "kerasdist: connecting the workers of epoch %d failed: %r",
                 *(decision.epoch.number, error),

@@ -1,6 +1,6 @@
 """Dynamic batches: each batch of an epoch goes to the first worker that is free.
 
-    w: a worker, its reading thread     s: server 0     (ps/server/batch_queue.py)
+    w: a worker, its reading thread     s: server 0     (ps/server/handler.py)
 
     1. w -> s   a claim: dataset, epoch
     2. s -> w   the number of a batch that no other worker gets; or none, at the end
@@ -32,13 +32,13 @@ from kerasdist._keras import (
     ItemData,
     StepTimer,
 )
-from kerasdist.ps import END
+from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
-from kerasdist.strategies.data.array_epochs import epoch_order
 from kerasdist.strategies.data.batch_split import (
     checksum_of,
     count_rows,
+    epoch_order,
     part_of_batch,
     split_part,
 )

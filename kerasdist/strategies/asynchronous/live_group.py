@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.backends.single import SingleCommunicator
 from kerasdist.collectives.row_exchange import Array, Slices
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
-from kerasdist.ps import ServerClient
+from kerasdist.parameter_server import ServerClient
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
@@ -45,7 +45,7 @@ from kerasdist.transport.tracing import Recorder
 #                         strategies
 #
 # Code in `strategy.run`, in a graph that isn't an evaluation, or in a pass of a custom
-# loop (`strategies.asynchronous.loop`) is a local step.
+# loop (`strategies.asynchronous.extended`) is a local step.
 
 
 class AsyncWorkers(Workers):

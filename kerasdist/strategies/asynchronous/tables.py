@@ -370,7 +370,7 @@ class SharedTables:
         """Return whether there is a table."""
         return bool(self._all)
 
-    def settle(self, place: str) -> None:
+    def pull_if_dirty(self, place: str) -> None:
         """Meet; if a worker has taken steps since the last time, all take the weights.
 
         All workers call it at the same `place` of the script, given in words.

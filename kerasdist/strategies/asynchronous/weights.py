@@ -4,7 +4,7 @@
 
     1. step        an optimizer of Keras changes w
     2. push        w - b is sent to the servers, which add it to T
-                   (ps/tables/tables.py)
+                   (ps/tables.py)
     3. the answer  is T with all changes so far: b = w = T
 
 That is one operation at the end of `Optimizer.apply`, in whatever graph that runs, and
@@ -29,7 +29,7 @@ import tensorflow as tf
 
 from kerasdist.collectives.fused_buffer import BufferPool
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.ps import Change, Pulled, Rows, Variable
+from kerasdist.parameter_server import Change, Pulled, Rows, Variable
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 
 # An embedding that asynchronous workers train together: only rows are sent.

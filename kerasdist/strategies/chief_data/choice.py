@@ -24,12 +24,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.chief_data.comparison.fingerprint import (
+from kerasdist.strategies.chief_data.comparison import (
+    ITS_OWN,
     Content,
     Hashes,
+    Origin,
     hash_text,
 )
-from kerasdist.strategies.chief_data.comparison.origin import ITS_OWN, Origin
 from kerasdist.strategies.data.item_codec import other_forms, own_parts, strangers
 
 # Evidence from rows' hashes that two workers hold the same data.

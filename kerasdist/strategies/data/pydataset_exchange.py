@@ -35,8 +35,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras import BatchIterator, ItemData, StepTimer
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.data.array_epochs import epoch_order
-from kerasdist.strategies.data.batch_split import with_facts
+from kerasdist.strategies.data.batch_split import epoch_order, with_facts
 from kerasdist.strategies.data.item_codec import REMEDIES, ItemCodec
 from kerasdist.strategies.reduce.workers import Workers
 
@@ -50,7 +49,7 @@ def share_items(
     timer: StepTimer,
     data: ItemData,
     seed: Any,
-    settle: Callable[[ValueError | None], Any],
+    feed_if_different: Callable[[ValueError | None], Any],
 ) -> Any | None:
     """Return the iterable over this worker's parts of all items.
 
@@ -59,8 +58,8 @@ def share_items(
         timer: Measures steps, and the time of waiting.
         data: The PyDataset.
         seed: A function that returns a seed that all workers agree on.
-        settle: Returns the feed of the chief's items, or None, given the error that
-            describes how the workers' items differ, if that's known.
+        feed_if_different: Returns the feed of the chief's items, or None, given the
+            error that describes how the workers' items differ, if that's known.
 
     Returns:
         None, on all workers, if there are no items or they can't be exchanged (ragged
@@ -69,13 +68,13 @@ def share_items(
     Raises:
         ValueError: The workers were given different data. All workers raise it.
     """
-    items = SharedItems(workers, timer, data, settle)
+    items = SharedItems(workers, timer, data, feed_if_different)
     try:
         exchangeable = items.agree()
     except DifferentItems as error:
-        return settle(error)
+        return feed_if_different(error)
     if not exchangeable:
-        return settle(None)
+        return feed_if_different(None)
     if data.shuffle:
         items.seed = seed()
     return items
@@ -98,12 +97,12 @@ class SharedItems:
         workers: Workers,
         timer: StepTimer,
         data: ItemData,
-        settle: Callable[[ValueError | None], Any] | None = None,
+        feed_if_different: Callable[[ValueError | None], Any] | None = None,
     ) -> None:
         self.workers, self.timer = workers, timer
         self.data = data
         self.feed: Any = None
-        self._settle = settle
+        self._feed_if_different = feed_if_different
         self.seed = 0
         self.length: int | None = None
         self.form: ItemCodec | None = None
@@ -124,9 +123,9 @@ class SharedItems:
             try:
                 self.agree()
             except DifferentItems as error:
-                if self._settle is None:
+                if self._feed_if_different is None:
                     raise
-                self.feed = self._settle(error)
+                self.feed = self._feed_if_different(error)
         if not self.data.shuffle or self.length is None:
             return None
         return epoch_order(self.length, 1, True, self.seed, self._epoch)

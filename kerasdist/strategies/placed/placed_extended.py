@@ -10,12 +10,11 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._tf import gradient_placement, patches
-from kerasdist._tf.marks import StrategyExtensions
-from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.strategies.job import StrategyJob
+from kerasdist._tf.variables import StrategyExtensions
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.measure.step_clock import StepClock
-from kerasdist.strategies.options import Options
+from kerasdist.strategies.options import Options, StrategyJob
 from kerasdist.strategies.placed.placer import Placer, in_micro_batches
 from kerasdist.strategies.placed.remote import RemoteDevices
 from kerasdist.strategies.sync.extended import SynchronousExtended

@@ -13,9 +13,8 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts, called_layer
-from kerasdist._tf import gradient_placement
-from kerasdist._tf.graph import partition_graphs
-from kerasdist._tf.graph.partition_graphs import parts_of_operations, ran_graphs
+from kerasdist._tf import gradient_placement, graph_clocks
+from kerasdist._tf.graph_clocks import parts_of_operations, ran_graphs
 from kerasdist.placement.plan import Patterns, Plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.measure.stages import StageClock
@@ -70,7 +69,7 @@ def in_micro_batches(
         yield
     if graph is None:
         return
-    partition_graphs.order_parts(graph, marks.found)
+    graph_clocks.order_parts(graph, marks.found)
     if clock is not None and _keras.is_timed():
         clock.mark(graph, first, marks.found)
 

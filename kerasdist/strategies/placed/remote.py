@@ -5,7 +5,7 @@
     1. all   meet (`transport.rendezvous.startup`), which names missing workers
     2. W     starts TensorFlow's server, on a port that the system chooses
        C     starts its own, from which workers fetch their inputs
-       all   restrict it to the task's address (`transport.rendezvous.open_servers`)
+       all   restrict it to the task's address (`transport.rendezvous.bind`)
     3. all   exchange the addresses of their servers
     4. all   dial each other's servers, and exchange which can't be reached
     5. C     connects TensorFlow to all servers: their devices have names here
@@ -40,19 +40,19 @@ from kerasdist._tf import patches, remote
 from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
+from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.connect import Job
-from kerasdist.collectives.failures import copy_to_raise
-from kerasdist.strategies.job import close_at_exit, forget
+from kerasdist.strategies.options import close_at_exit, forget
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.disconnect import disconnect
-from kerasdist.transport.rendezvous.bind import on_free_port
-from kerasdist.transport.rendezvous.open_servers import (
+from kerasdist.transport.liveness.announcements import disconnect
+from kerasdist.transport.rendezvous.bind import (
     narrow,
+    on_free_port,
     report_unprotected,
     require_word,
 )
-from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
 _LOG = logging.getLogger("kerasdist")
 # Seconds to open a connection to a server that is listening.

@@ -13,8 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from kerasdist._tf.graph.graph_clocks import CLOCK
-from kerasdist._tf.graph.partition_graphs import RunNode
+from kerasdist._tf.graph_clocks import CLOCK, RunNode
 from kerasdist.placement.advice import human_bytes
 
 # Operations that compute nothing.

@@ -20,11 +20,11 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.graph.graph_clocks import COLLECTIVE
+from kerasdist._tf.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.checked import sum_gradients
 from kerasdist.collectives.row_exchange import Slices
-from kerasdist.strategies.job import StrategyJob
+from kerasdist.strategies.options import StrategyJob
 
 
 class CollectiveOps:

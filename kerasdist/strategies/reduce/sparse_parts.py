@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.graph import tensor_origins
+from kerasdist._tf import tensor_origins
 from kerasdist.strategies.reduce.workers import Workers
 
 # Sums of IndexedSlices over the workers: one exchange for all tables.

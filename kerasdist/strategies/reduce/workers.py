@@ -15,9 +15,8 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.backends.single import SingleCommunicator
-from kerasdist.strategies.job import StrategyJob
-from kerasdist.strategies.options import Options
+from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.strategies.options import Options, StrategyJob
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 
 # Reductions over the replicas of all workers, as `tf.distribute` defines them.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,34 +13,130 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, StepTimer, random_seed
-from kerasdist._tf.graph.row_pipelines import RowPipeline, row_pipeline
-from kerasdist._tf.marks import OWN_DATA, WHOLE_DATA
+from kerasdist._tf.row_pipelines import RowPipeline, row_pipeline
+from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
+from kerasdist.collectives.row_exchange import equal_part
+from kerasdist.placement.advice import counted
 from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.chief_data.datasets import PeekedRows, settle_dataset
 from kerasdist.strategies.chief_data.encoding import Encoded, decode, encode
 from kerasdist.strategies.chief_data.items import (
     ChiefItems,
-    settle_arrays,
-    settle_batch,
+    PeekedRows,
+    verify_or_adopt_arrays,
+    verify_or_adopt_batch,
+    verify_or_adopt_dataset,
 )
-from kerasdist.strategies.data.array_epochs import ArrayEpochs, epoch_order
 from kerasdist.strategies.data.batch_split import (
     CHECKSUM,
+    ArrayEpochs,
     SameBatches,
     count_rows,
+    epoch_order,
     fill_if_empty,
     part_of_batch,
     slice_dataset,
     split_part,
     with_facts,
 )
-from kerasdist.strategies.data.own_rows import OwnRows, is_by_file, own_part
-from kerasdist.strategies.data.per_worker import PerWorkerDataset
+from kerasdist.strategies.data.own_rows import (
+    OwnRows,
+    PerWorkerDataset,
+    is_by_file,
+    own_part,
+)
 from kerasdist.strategies.data.pydataset_exchange import share_items
-from kerasdist.strategies.data.startup_message import GivenData, describe
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import Workers
+
+# The part of the start-up line about the data, as far as known without reading.
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenData:
+    """The known facts about the data that `fit` was given.
+
+    Attributes:
+        batch_size: Rows of a global batch; None: unknown.
+        batches: Number of global batches in an epoch; None: unknown or endless.
+        endless: Whether the data never end.
+        samples: Number of samples in an epoch, if it's known exactly.
+        division: How the data are divided, unless by rows.
+    """
+
+    batch_size: int | None = None
+    batches: int | None = None
+    endless: bool = False
+    samples: int | None = None
+    division: str = ""
+
+
+def describe(given: GivenData | None, replicas: Sequence[int], rank: int) -> str:
+    """Describe how a job and its data are divided.
+
+    Args:
+        given: The data; None: nothing is known about them.
+        replicas: Number of replicas of each worker.
+        rank: The worker that prints it.
+    """
+    total = sum(replicas)
+    workers = counted(len(replicas), "worker")
+    parts = [f"{workers} with {counted(total, 'replica')} in all"]
+    if given is None:
+        return parts[0]
+    batch = given.batch_size
+    if batch is None:
+        parts.append("global batch unknown")
+    else:
+        low, more = divmod(batch * replicas[rank], total)
+        parts.append(f"global batch {batch}")
+        parts.append(f"per worker {low}{f'-{low + 1}' if more else ''}")
+    parts += _amount(given, replicas, rank)
+    if given.division:
+        parts.append(given.division)
+    elif batch is not None:
+        rows = batch if given.samples is None else min(batch, given.samples)
+        idle = [
+            r
+            for r in range(len(replicas))
+            if len(replicas) > 1 and not _rows_of(rows, replicas, r)
+        ]
+        if idle:
+            parts.append(
+                f"ranks {idle} never get a row (batches of {rows} rows for {total} "
+                "replicas: use a larger batch size or fewer workers)"
+            )
+        elif rows < total:
+            parts.append(f"only {rows} of {total} replicas get rows in any batch")
+    return ", ".join(parts)
+
+
+def _amount(given: GivenData, replicas: Sequence[int], rank: int) -> list[str]:
+    """Describe how many samples there are, and how many are this worker's."""
+    batch = given.batch_size
+    if given.endless:
+        return ["batches without end"]
+    if given.samples is not None and batch is not None:
+        full, rest = divmod(given.samples, batch)
+        own = full * _rows_of(batch, replicas, rank) + _rows_of(rest, replicas, rank)
+        return [f"{given.samples} samples", f"{own} of them here"]
+    if given.batches is None:
+        return ["number of samples unknown"]
+    parts = [f"{given.batches} batch(es)"]
+    if batch is not None:
+        # The last batch may be smaller.
+        own = given.batches * _rows_of(batch, replicas, rank)
+        parts.append(f"about {given.batches * batch} samples")
+        parts.append(f"about {own} of them here")
+    return parts
+
+
+def _rows_of(rows: int, replicas: Sequence[int], rank: int) -> int:
+    """Return how many rows of a global batch belong to a worker."""
+    first, total = sum(replicas[:rank]), sum(replicas)
+    last = equal_part(rows, total, first + replicas[rank] - 1)
+    return last.stop - equal_part(rows, total, first).start
+
 
 # Datasets in `tf.distribute`: this worker's parts of global batches.
 
@@ -214,7 +311,7 @@ class SynchronousData:
         """Return this worker's rows of a global batch: per replica if several."""
         first, local, replicas = self._workers.data_layout
         if self.shards and self._workers.size > 1:
-            batch = self.settle_batch(batch)
+            batch = self.verify_or_adopt_batch(batch)
         if replicas == 1:
             # Outside of graphs nothing else converts arrays to tensors.
             return tf.nest.map_structure(
@@ -231,10 +328,10 @@ class SynchronousData:
         ]
         return parts[0] if local == 1 else _tf.regroup(parts)
 
-    def settle_batch(self, batch: Any) -> Any:
+    def verify_or_adopt_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
         communicator = self._workers.communicator
-        return settle_batch(communicator, self._choice, batch, self._log_once)
+        return verify_or_adopt_batch(communicator, self._choice, batch, self._log_once)
 
     def distribute_dataset(
         self,
@@ -281,7 +378,7 @@ class SynchronousData:
             if rows is None:
                 return self._divide(dataset), length
             return self._divide_rows(rows)(rows.windows), length
-        peeked, feed, length = settle_dataset(
+        peeked, feed, length = verify_or_adopt_dataset(
             *(self._workers, self._timer, self._choice, dataset, length),
             *(self._log_once, generator, rows),
         )
@@ -409,9 +506,11 @@ class SynchronousData:
             workers, timer, self._choice, data, self.seed, self._log_once
         )
         if self._choice.mode == "chief":
-            items = chiefs.settle(None)
+            items = chiefs.feed_if_different(None)
         else:
-            items = share_items(workers, timer, data, self.seed, chiefs.settle)
+            items = share_items(
+                workers, timer, data, self.seed, chiefs.feed_if_different
+            )
         if items is not None:
             self._given = GivenData(
                 batch_size=items.rows,
@@ -423,7 +522,7 @@ class SynchronousData:
     def agree(self, data: ArrayData) -> int:
         """Make all workers hold the same arrays; return a seed that they agree on."""
         communicator = self._workers.communicator
-        settle_arrays(communicator, self._choice, data, self._log_once)
+        verify_or_adopt_arrays(communicator, self._choice, data, self._log_once)
         return self.seed()
 
     def seed(self) -> int:

@@ -12,17 +12,15 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, KerasHooks, StepTimer
-from kerasdist._keras.preemption.checkpoint_file import CheckpointFile
-from kerasdist._tf.marks import OWN_DATA, WHOLE_DATA
+from kerasdist._keras.checkpoint_file import CheckpointFile
+from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.item_codec import in_elastic_job
 from kerasdist.strategies.data.own_rows import has_own_policy, is_by_file
-from kerasdist.strategies.elastic_data.arrays import (
+from kerasdist.strategies.elastic_data import (
     OWN_PASS,
     SHARED_PASS,
     CountedDataset,
     ElasticArrays,
-)
-from kerasdist.strategies.elastic_data.datasets import (
     ElasticBatches,
     ElasticDataset,
     ElasticOwnData,
@@ -93,10 +91,10 @@ class ElasticData(SynchronousData):
         super().__init__(extended, timer, options, log_once)
         self._same = ElasticBatches(self._workers, in_elastic_job)
 
-    def settle_batch(self, batch: Any) -> Any:
-        """See `SynchronousData.settle_batch`."""
+    def verify_or_adopt_batch(self, batch: Any) -> Any:
+        """See `SynchronousData.verify_or_adopt_batch`."""
         with _explaining():
-            return super().settle_batch(batch)
+            return super().verify_or_adopt_batch(batch)
 
     def agree(self, data: ArrayData) -> int:
         """See `SynchronousData.agree`."""

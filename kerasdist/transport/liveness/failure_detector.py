@@ -40,14 +40,14 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.errors import ProtocolError
+from kerasdist.transport import log
 from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.deadline import Timeouts
+from kerasdist.transport.framing import Call, FrameType, to_json, unexpected
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import Reporter
-from kerasdist.transport.log import background_log
-from kerasdist.transport.wire.framing import Call, FrameType, to_json, unexpected
 
 # The collective that each rank of a job is in, by its last heartbeat.
 #
@@ -60,7 +60,7 @@ from kerasdist.transport.wire.framing import Call, FrameType, to_json, unexpecte
 # W needs the others' numbers only when it has waited for a collective until the time is
 # over, in which there are at least four heartbeats. So a rank that moves on gets none.
 # All numbers are 0 at first. Each change is sent once: a connection keeps the order of
-# its frames and ends if one is missing (`kerasdist.transport.wire.handshake`).
+# its frames and ends if one is missing (`kerasdist.transport.handshake`).
 
 # First rank, number of ranks, number of their collective.
 _RUN = struct.Struct("!IIQ")
@@ -285,7 +285,7 @@ class FailureDetector:
             if self._failure is not None:
                 raise copy.copy(
                     self._failure
-                )  # see `collectives.failures.copy_to_raise`
+                )  # see `collectives.communicator.copy_to_raise`
             if self._ending:
                 return "this worker has left the job"
             return (
@@ -334,7 +334,7 @@ class FailureDetector:
             self._changed.notify_all()
         self._on_failure(error)
         if self._rank == 0 and self._log:
-            background_log.log(logging.ERROR, "kerasdist: %s", error)
+            log.log_in_background(logging.ERROR, "kerasdist: %s", error)
         return error
 
     def _suspect(self, lost: errors.WorkerLost) -> None:

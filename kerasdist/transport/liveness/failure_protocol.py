@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from kerasdist import errors
 from kerasdist.transport.base import Peer
+from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.launcher_pipe import (
     descriptor_in_words,
     descriptor_named,
 )
-from kerasdist.transport.wire.framing import Call
 
 # The error that ends a script, passed to the launcher in a file.
 #

@@ -23,11 +23,10 @@ import time
 from collections.abc import Callable, Hashable
 
 from kerasdist.errors import ProtocolError
+from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Timeouts
-from kerasdist.transport.log import background_log
-from kerasdist.transport.tls.tls_socket import holds_bytes
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
     Call,
@@ -35,7 +34,8 @@ from kerasdist.transport.wire.framing import (
     pack_header,
     unpack_header,
 )
-from kerasdist.transport.wire.handshake import TAG_BYTES
+from kerasdist.transport.handshake import TAG_BYTES
+from kerasdist.transport.tls import holds_bytes
 
 # A non-blocking control connection, with its partly received and queued frames.
 
@@ -255,7 +255,7 @@ class Heartbeat:
             self._wake.close()
             self._woken.close()
             self._epoll.close()
-        background_log.flush(_FLUSH_SECONDS)
+        log.flush(_FLUSH_SECONDS)
 
     # With the lock.
 
@@ -400,4 +400,4 @@ class Heartbeat:
 
 def _log_failure() -> None:
     message = "kerasdist: watching a connection failed"
-    background_log.log(logging.ERROR, message, exc_info=True)
+    log.log_in_background(logging.ERROR, message, exc_info=True)

@@ -11,20 +11,20 @@ from typing import Any, TypeVar
 
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
+from kerasdist.transport import handshake
 from kerasdist.transport.base import Connection
+from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Cancellation, Deadline
+from kerasdist.transport.handshake import is_loopback, why_not_same_user
 from kerasdist.transport.memory import close_in_children
-from kerasdist.transport.rendezvous.probe import look_up, why_unreachable
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
     WaitingNotice,
+    look_up,
+    why_unreachable,
 )
-from kerasdist.transport.tls.credentials import Credentials
-from kerasdist.transport.tls.tls_socket import binding_of
-from kerasdist.transport.tls.upgrade import connect_tls, wrap_dialed
-from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.handshake import is_loopback, why_not_same_user
+from kerasdist.transport.tls import binding_of, connect_tls, wrap_dialed
 
 _Result = TypeVar("_Result")
 

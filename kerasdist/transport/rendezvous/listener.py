@@ -27,17 +27,16 @@ from kerasdist.errors import (
     ClusterError,
     ProtocolError,
 )
+from kerasdist.transport import handshake
 from kerasdist.transport.base import Connection
+from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.log.background_log import LimitedLog
+from kerasdist.transport.framing import FrameType, write_frame
+from kerasdist.transport.handshake import is_loopback, why_not_same_user
+from kerasdist.transport.log import LimitedLog
 from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.bind import inherited_socket, listen_at
-from kerasdist.transport.tls.credentials import Credentials
-from kerasdist.transport.tls.tls_socket import binding_of
-from kerasdist.transport.tls.upgrade import accept_tls, wrap_accepted
-from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.framing import FrameType, write_frame
-from kerasdist.transport.wire.handshake import is_loopback, why_not_same_user
+from kerasdist.transport.tls import accept_tls, binding_of, wrap_accepted
 
 # Authenticated connections, which wait until a session takes them.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kerasdist
-from kerasdist._keras.files.writers import Backup, read_backup
+from kerasdist._keras.file_writers import Backup, read_backup
 
 Kept = keras.callbacks.BackupAndRestore
 

@@ -8,7 +8,7 @@ import pytest
 from scripts import PRELUDE
 
 from kerasdist.cluster import Cluster, resolve
-from kerasdist.strategies.role.cluster_resolver import resolver_of
+from kerasdist.strategies.cluster_resolver import resolver_of
 from workers import Workers
 
 WORKERS = ("h:1", "h:2")

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from kerasdist._keras.context import setting
-from kerasdist._keras.optimizer.sparse_updates import sgd_step
+from kerasdist._keras.training.optimizers import sgd_step
 
 KINDS = {
     "plain": {},

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kerasdist import _keras
-from kerasdist._keras.optimizer.learning_rate import (
+from kerasdist._keras.learning_rate import (
     own_steps,
     resume,
     shared_steps,

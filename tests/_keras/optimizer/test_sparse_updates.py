@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist._keras.optimizer.sparse_updates import (
+from kerasdist._keras.training.optimizers import (
     embedding_tables,
     moves_all_rows,
     touched_rows,

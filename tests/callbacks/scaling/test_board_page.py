@@ -10,8 +10,7 @@ import pytest
 from browser import chromium, need_browser, tensorboard, tensorboard_python, wait_for
 from kerasdist.callbacks.scaling import summaries
 from kerasdist.callbacks.scaling.bottleneck import judge, to_markdown
-from kerasdist.callbacks.scaling.metrics import PHASES, combine
-from kerasdist.callbacks.scaling.summaries import Summaries
+from kerasdist.callbacks.scaling.summaries import PHASES, Summaries, combine
 from kerasdist.strategies.measure.communication import StepTimes
 
 pytestmark = pytest.mark.timeout(170)

@@ -25,7 +25,7 @@ import kerasdist
 from board import Board, near, series, text
 from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.callbacks.scaling import summaries
-from kerasdist.callbacks.scaling.metrics import PHASES
+from kerasdist.callbacks.scaling.summaries import PHASES
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -40,7 +40,7 @@ import numpy as np
 import tensorflow as tf
 import kerasdist
 from kerasdist.callbacks import ScaleLearningRate, ScalingTensorBoard
-from kerasdist.ps.client.remote_table import RemoteTable
+from kerasdist.parameter_server.client.remote_table import RemoteTable
 
 # Or who sleeps in a graph would hold up all others that want the one thread.
 tf.config.threading.set_inter_op_parallelism_threads(4)

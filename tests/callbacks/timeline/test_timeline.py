@@ -13,8 +13,8 @@ import pytest
 import kerasdist
 from groups import Group
 from kerasdist.callbacks import Timeline
-from kerasdist.callbacks.timeline.trace import Execution, Record, Span, processes, trace
-from kerasdist.collectives.clock_sync import clock_offset
+from kerasdist.callbacks.trace_file import Execution, Record, Span, processes, trace
+from kerasdist.strategies.measure.stages import clock_offset
 from kerasdist.transport.tracing import NAMES, now
 from workers import Workers
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from browser import chromium, need, need_browser, wait_for
-from kerasdist.callbacks.timeline.trace import Execution, Record, Span, processes, trace
+from kerasdist.callbacks.trace_file import Execution, Record, Span, processes, trace
 from places import ROOT
 
 pytestmark = pytest.mark.timeout(150)

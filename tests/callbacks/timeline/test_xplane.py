@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from kerasdist.callbacks.timeline.trace import (
+from kerasdist.callbacks.trace_file import (
     Execution,
     Record,
     Span,

@@ -10,7 +10,7 @@ import pytest
 
 from kerasdist import cli
 from kerasdist.callbacks.scaling.bottleneck import judge
-from kerasdist.callbacks.scaling.metrics import PHASES, Figures
+from kerasdist.callbacks.scaling.summaries import PHASES, Figures
 from kerasdist.cli import bench_worker as worker
 from launching import Launcher
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kerasdist import cli
-from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 from launching import Launcher, launcher_in
 from pace import bound
 from waiting import wait_until

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from kerasdist.ps.tables.snapshot import path_of
+from kerasdist.parameter_server.snapshots import path_of
 from launching import wait_until_said
 from pace import bound
 from waiting import wait_until
@@ -20,8 +20,8 @@ SCRIPT = """
 import time
 import numpy as np
 from kerasdist.cluster import resolve
-from kerasdist.ps import *
-from kerasdist.ps.server.server import run_server
+from kerasdist.parameter_server import *
+from kerasdist.parameter_server.server.server import run_server
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 
@@ -122,7 +122,7 @@ def test_who_has_lost_a_server_isnt_the_first(launcher):
     script = script_of("while True: step()", mode="sync").replace(
         "run_server(cluster, settings, timeouts)",
         """import threading
-    from kerasdist.ps.server.server import ParameterServer
+    from kerasdist.parameter_server.server.server import ParameterServer
     server = ParameterServer(cluster, settings, timeouts=timeouts)
     threading.Thread(target=server.serve, daemon=True).start()
     wait_for("going-0"), wait_for("going-1")

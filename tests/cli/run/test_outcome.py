@@ -11,16 +11,14 @@ import types
 import pytest
 
 from kerasdist import errors
+from kerasdist.cli.run import elastic_outcome
 from kerasdist.cli.run import outcome as plain_outcome
-from kerasdist.cli.run.elastic import outcome as elastic_outcome
-from kerasdist.cli.run.elastic.chief_output import ChiefOutput
-from kerasdist.cli.run.elastic.options import ElasticOptions
-from kerasdist.cli.run.elastic.outcome import Restarts
+from kerasdist.cli.run.elastic_outcome import ChiefOutput, Restarts
 from kerasdist.cli.run.spawn import Started
-from kerasdist.cli.run.task_processes import JobSpec
+from kerasdist.cli.run.task_processes import ElasticOptions, JobSpec
+from kerasdist.transport import log
 from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter
-from kerasdist.transport.log import background_log
 
 # Each begins with its name and the number of workers, maybe of servers, and the options
 # of an elastic job. Then come what happens, the exit code, and what is printed: shown
@@ -448,7 +446,7 @@ def lines(said):
     """A function that returns what the launcher has printed."""
 
     def printed():
-        background_log.flush(None)
+        log.flush(None)
         return [line.removeprefix("kerasdist run: ") for line in said()]
 
     return printed

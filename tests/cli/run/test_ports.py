@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from kerasdist.cli.run.ports import JobPorts
+from kerasdist.cli.run.spawn import JobPorts
 from kerasdist.cli.run.task_processes import JobSpec
 
 

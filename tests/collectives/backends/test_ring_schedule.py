@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.collectives.backends.ring import (
+from kerasdist.collectives.ring import (
     all_gather_steps,
     reduce_scatter_steps,
 )

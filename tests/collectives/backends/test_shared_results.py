@@ -9,7 +9,7 @@ import pytest
 
 from groups import Group
 from kerasdist import errors
-from kerasdist.collectives.backends import shared_memory
+from kerasdist.collectives import shared_memory
 
 LARGE = 300_001  # elements: more than one block, in chunks of different sizes
 

@@ -10,7 +10,7 @@ import pytest
 from soak import soak
 
 import asynchronous
-from kerasdist.ps.tables.snapshot import path_of, read_snapshot
+from kerasdist.parameter_server.snapshots import path_of, read_snapshot
 from pace import bound
 from waiting import wait_until
 

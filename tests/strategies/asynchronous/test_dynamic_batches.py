@@ -11,7 +11,7 @@ import pytest
 from scripts import PRELUDE
 from soak import soak
 
-from kerasdist.ps import END
+from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.dynamic_batches import AsyncDataset
 from sessions import Session
 from workers import Workers

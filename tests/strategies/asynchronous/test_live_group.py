@@ -11,7 +11,7 @@ import tensorflow as tf
 from kerasdist.strategies.asynchronous.extended import compare_evidence
 from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.chief_data.items import settle_arrays
+from kerasdist.strategies.chief_data.items import verify_or_adopt_arrays
 from kerasdist.strategies.data.batch_split import SameBatches
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.options import Options
@@ -33,7 +33,7 @@ def arrays(workers, rank):
     data = types.SimpleNamespace(
         samples=8, batch_size=2, shuffle=True, leaves=lambda: ([rows], [])
     )
-    settle_arrays(workers.communicator, DataChoice("same"), data, print)
+    verify_or_adopt_arrays(workers.communicator, DataChoice("same"), data, print)
 
 
 def items(workers, rank):

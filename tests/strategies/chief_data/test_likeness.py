@@ -12,7 +12,7 @@ from kerasdist.strategies.chief_data.choice import (
     is_telling,
     sample_rows,
 )
-from kerasdist.strategies.chief_data.comparison.fingerprint import digest_of, row_hashes
+from kerasdist.strategies.chief_data.comparison import digest_of, row_hashes
 from kerasdist.strategies.chief_data.encoding import decode, encode, pack, unpack
 
 RANDOM = np.random.default_rng(0)

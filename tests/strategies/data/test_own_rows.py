@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from scripts import PRELUDE
 
-from kerasdist._tf.graph.row_pipelines import row_pipeline
+from kerasdist._tf.row_pipelines import row_pipeline
 from kerasdist.strategies.data.batch_split import SameBatches, slice_dataset
 from kerasdist.strategies.data.own_rows import OwnRows
 from workers import Workers

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from kerasdist.strategies.data.array_epochs import own_rows, same_length
+from kerasdist.strategies.data.batch_split import own_rows, same_length
 
 
 def test_same_length_is_what_own_rows_gives():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.strategies.data.startup_message import GivenData, describe
+from kerasdist.strategies.sync.data import GivenData, describe
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from keras.src.distribution import distribution_lib
 
-from kerasdist.strategies.distribution.owner import (
+from kerasdist.strategies.distribution import (
     check_kind,
     global_names,
     local_devices,

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kerasdist.errors import ClusterError
-from kerasdist.strategies.distribution.owner import StrategyOwner
+from kerasdist.strategies.distribution import StrategyOwner
 
 TWO = "10.0.0.1:1234, 10.0.0.2:2345"
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from kerasdist.strategies.data.batch_split import checksum_of_batch
-from kerasdist.strategies.elastic_data.arrays import SHARED_PASS, CountedDataset
+from kerasdist.strategies.elastic_data import SHARED_PASS, CountedDataset
 
 
 def shuffled() -> Any:

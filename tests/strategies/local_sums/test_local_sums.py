@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from devices import CLASSIFIER, begin, run
 
-from kerasdist.strategies.local_sums import choice
+from kerasdist.strategies import local_sums as device_ops
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,21 +39,21 @@ def same(one, other):
 
 
 def test_gpus_are_added_by_nccl_and_other_devices_on_the_host(monkeypatch) -> None:
-    assert choice.sums_on_devices("auto", GPUS)
-    assert not choice.sums_on_devices("auto", GPUS[:1])
-    assert not choice.sums_on_devices("auto", CPUS)
-    assert not choice.sums_on_devices("auto", [GPUS[0], CPUS[0]])
-    assert not choice.sums_on_devices("host", GPUS)
-    assert choice.sums_on_devices("device", CPUS)
+    assert device_ops.sums_on_devices("auto", GPUS)
+    assert not device_ops.sums_on_devices("auto", GPUS[:1])
+    assert not device_ops.sums_on_devices("auto", CPUS)
+    assert not device_ops.sums_on_devices("auto", [GPUS[0], CPUS[0]])
+    assert not device_ops.sums_on_devices("host", GPUS)
+    assert device_ops.sums_on_devices("device", CPUS)
     with pytest.raises(ValueError, match=r"^Gradients can be added on devices of one"):
-        choice.sums_on_devices("device", [GPUS[0], CPUS[0]])
+        device_ops.sums_on_devices("device", [GPUS[0], CPUS[0]])
     with pytest.raises(
         ValueError, match=r"^`local_reduction` must be 'auto', 'device'"
     ):
-        choice.check_reduction("nccl")
-    assert choice.communication_hint(CPUS[0]) == "ring"
+        device_ops.check_reduction("nccl")
+    assert device_ops.communication_hint(CPUS[0]) == "ring"
     # There are as many logical GPUs as physical ones: none.
-    assert choice.communication_hint(GPUS[0]) == "nccl"
+    assert device_ops.communication_hint(GPUS[0]) == "nccl"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_host_memory_is_never_silent_on_gpus(
     caplog, devices, size, asked, transport, on_devices, words
 ) -> None:
     with caplog.at_level(logging.INFO, "kerasdist"):
-        choice.report(
+        device_ops.report(
             devices, size=size, asked=asked, transport=transport, on_devices=on_devices
         )
     said = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.collectives.backends.single import SingleCommunicator
+from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.measure.step_clock import StepClock
 
 

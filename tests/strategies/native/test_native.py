@@ -100,7 +100,7 @@ tf.config.set_logical_device_configuration(
     [tf.config.LogicalDeviceConfiguration()] * 2)
 import kerasdist
 from kerasdist import RingStrategy, errors
-from kerasdist.strategies.native.native_communicator import Server
+from kerasdist.strategies.native_communicator import Server
 """
 
 

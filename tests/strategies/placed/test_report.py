@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kerasdist._tf.graph.partition_graphs import RunNode
+from kerasdist._tf.graph_clocks import RunNode
 from kerasdist.strategies.placed.report import (
     LayerPlace,
     Move,

@@ -11,7 +11,7 @@ from tensorflow.python.distribute import multi_worker_util
 import kerasdist
 from kerasdist import errors
 from kerasdist.cluster import resolve
-from kerasdist.strategies.role.cluster_resolver import given_cluster, resolver_of
+from kerasdist.strategies.cluster_resolver import given_cluster, resolver_of
 
 ONE = {"worker": ["127.0.0.1:1"]}
 

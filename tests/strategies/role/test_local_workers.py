@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kerasdist.cluster.address import is_this_host
-from kerasdist.strategies.role.cluster_resolver import local_ranks
+from kerasdist.strategies.cluster_resolver import local_ranks
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 import kerasdist
 from kerasdist import errors
-from kerasdist.strategies.job import close_open_jobs
+from kerasdist.strategies.options import close_open_jobs
 from workers import free_ports
 
 Strategy = kerasdist.ParameterServerStrategy

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kerasdist
-from kerasdist.strategies.data.array_epochs import ArrayEpochs
+from kerasdist.strategies.data.batch_split import ArrayEpochs
 from sessions import Session
 from workers import Workers
 

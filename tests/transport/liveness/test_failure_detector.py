@@ -18,12 +18,12 @@ from kerasdist import errors
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.framing import Call, FrameType, pack_header
 from kerasdist.transport.liveness.failure_detector import (
     CollectiveProgress,
     FailureDetector,
 )
 from kerasdist.transport.liveness.failure_protocol import decode, encode
-from kerasdist.transport.wire.framing import Call, FrameType, pack_header
 from pace import bound
 from waiting import wait_until
 

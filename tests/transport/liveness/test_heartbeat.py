@@ -12,9 +12,9 @@ import pytest
 from groups import connections, nothing_stays_open
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.disconnect import disconnect
+from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.liveness.announcements import disconnect
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.wire.framing import Call, FrameType
 
 
 class Ear:

@@ -14,18 +14,18 @@ import threading
 
 import pytest
 
-from kerasdist.transport.log import background_log
-from kerasdist.transport.log.default_handler import format_fault, level_fault
+from kerasdist.transport import log
+from kerasdist.transport.log import format_fault, level_fault
 from pace import bound
 from places import ROOT
 from waiting import wait_until
 from workers import python_env
 
 SAY = """
-    from kerasdist.transport.log import status
-    status.log(10, "kerasdist: debug %d", 1)
-    status.info("kerasdist: info %d", 2)
-    status.log(30, "kerasdist: warning")
+    from kerasdist.transport import log
+    log.log(10, "kerasdist: debug %d", 1)
+    log.info("kerasdist: info %d", 2)
+    log.log(30, "kerasdist: warning")
 """
 
 
@@ -120,12 +120,12 @@ def test_wrong_settings_are_warned_of_and_ignored():
 
 def test_json():
     script = f"""    import kerasdist
-    from kerasdist.transport.log.default_handler import name_task
+    from kerasdist.transport.log import name_task
     name_task("worker", 3, 3){SAY}
     try:
         1 / 0
     except ZeroDivisionError:
-        status.log(40, "two\\nlines", exc_info=True, seconds=1.5, why=OSError)
+        log.log(40, "two\\nlines", exc_info=True, seconds=1.5, why=OSError)
     """
     lines = stderr_of(script, KERASDIST_LOG_FORMAT="JSON")
     first, _, last = (json.loads(line) for line in lines)
@@ -208,17 +208,17 @@ def slow():
     logger.addHandler(handler)
     yield handler
     handler.may.set()
-    background_log.flush(60)
+    log.flush(60)
     logger.removeHandler(handler)
 
 
 def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
     for number in range(5):
-        background_log.log(logging.WARNING, "line %d", number)
-    background_log.flush(0.01)
+        log.log_in_background(logging.WARNING, "line %d", number)
+    log.flush(0.01)
     assert slow.lines == []
     slow.may.set()
-    background_log.flush(60)
+    log.flush(60)
     assert slow.lines == [f"line {number}" for number in range(5)]
     wait_until(
         lambda: all(t.name != "kerasdist-log" for t in threading.enumerate()),
@@ -227,28 +227,28 @@ def test_nobody_waits_for_a_reader_that_has_stopped_and_order_is_kept(slow):
 
 
 def test_a_queue_that_is_full_counts_what_it_drops(slow, monkeypatch):
-    monkeypatch.setattr(background_log, "MOST_LINES", 3)
-    background_log.log(logging.WARNING, "first")
+    monkeypatch.setattr(log, "MOST_LINES", 3)
+    log.log_in_background(logging.WARNING, "first")
     assert slow.begun.wait(bound(60))
     for number in range(8):
-        background_log.log(logging.WARNING, "line %d", number)
+        log.log_in_background(logging.WARNING, "line %d", number)
     slow.may.set()
-    background_log.flush(60)
+    log.flush(60)
     assert slow.lines[:4] == ["first", "line 0", "line 1", "line 2"]
     assert slow.lines[4:] == ["kerasdist: 5 more lines were not written"]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_writes_its_own_lines_only(slow):
-    background_log.log(logging.WARNING, "the parent's")
+    log.log_in_background(logging.WARNING, "the parent's")
     assert slow.begun.wait(bound(60))
-    background_log.log(logging.WARNING, "the parent's, too")
+    log.log_in_background(logging.WARNING, "the parent's, too")
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         slow.may.set()
-        background_log.log(logging.WARNING, "the child's")
-        background_log.flush(60)
+        log.log_in_background(logging.WARNING, "the child's")
+        log.flush(60)
         os.write(writing, f"{slow.lines}".encode())
         os._exit(0)
     os.close(writing)
@@ -256,20 +256,20 @@ def test_a_forked_child_writes_its_own_lines_only(slow):
         assert pipe.read() == '["the child\'s"]'
     os.waitpid(pid, 0)
     slow.may.set()
-    background_log.flush(60)
+    log.flush(60)
     assert slow.lines == ["the parent's", "the parent's, too"]
 
 
 def test_what_is_logged_last_is_written_before_the_process_ends():
     script = """
         import atexit, logging
-        from kerasdist.transport.log import background_log
+        from kerasdist.transport import log
         def last():
-            background_log.log(logging.WARNING, "at exit")
-            background_log.flush(5)
+            log.log_in_background(logging.WARNING, "at exit")
+            log.flush(5)
         atexit.register(last)
         for number in range(200):
-            background_log.log(logging.WARNING, "line %d", number)
+            log.log_in_background(logging.WARNING, "line %d", number)
         raise SystemExit(3)
     """
     done = subprocess.run(

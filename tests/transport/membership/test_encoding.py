@@ -14,9 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerasdist.errors import ProtocolError
-from kerasdist.transport.membership.encoding import decode, encode
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.epochs import (
     Ballot,
     Decision,
     Epoch,
@@ -28,9 +26,12 @@ from kerasdist.transport.membership.events import (
     Promise,
     StepVerdict,
     SuspensionReport,
+    decode,
+    encode,
     first_decision,
 )
-from kerasdist.transport.wire.framing import MAX_CONTROL
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.framing import MAX_CONTROL
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:

@@ -3,8 +3,8 @@ import itertools
 
 import pytest
 
-from kerasdist.transport.membership.attempt import Attempt
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.consensus import Attempt
+from kerasdist.collectives.elastic.epochs import (
     Ballot,
     Epoch,
     Member,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kerasdist.transport.membership.events import (
+from kerasdist.collectives.elastic.consensus import PaxosParticipant
+from kerasdist.collectives.elastic.epochs import (
     Apply,
     Excluded,
     Finished,
@@ -17,7 +18,6 @@ from kerasdist.transport.membership.events import (
     Suspend,
     TooLate,
 )
-from kerasdist.transport.membership.machine import PaxosParticipant
 from membership_world import COLLECTIVES, World
 
 

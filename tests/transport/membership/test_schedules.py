@@ -12,9 +12,8 @@ import time
 
 import pytest
 
-from kerasdist.transport.membership.attempt import Attempt
-from kerasdist.transport.membership.events import Finished, StopReason
-from kerasdist.transport.membership.machine import PaxosParticipant
+from kerasdist.collectives.elastic.consensus import Attempt, PaxosParticipant
+from kerasdist.collectives.elastic.epochs import Finished, StopReason
 from membership_schedules import explore, replay, run
 from membership_world import Violation, World
 

@@ -14,14 +14,13 @@ import pytest
 
 from groups import nothing_stays_open, open_sockets
 from kerasdist import errors
+from kerasdist.transport import handshake, log
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.log import background_log
-from kerasdist.transport.rendezvous import listener, probe
+from kerasdist.transport.framing import FrameType, read_frame, write_frame
+from kerasdist.transport.handshake import why_not_same_user
+from kerasdist.transport.rendezvous import listener, waiting_notice
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.framing import FrameType, read_frame, write_frame
-from kerasdist.transport.wire.handshake import why_not_same_user
 from pace import bound
 from waiting import wait_until
 from workers import free_ports
@@ -342,7 +341,7 @@ def test_many_strangers_fill_no_log(caplog):
                 with contextlib.suppress(ConnectionResetError):
                     stranger.recv(1)
         wait_until(lambda: not handshakes(), "the last one's refusal")
-    background_log.flush(60)
+    log.flush(60)
     lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(lines) == 10
     assert lines[-1].endswith("(more such lines are only counted for 60 s)")
@@ -365,7 +364,7 @@ def names(monkeypatch):
             return original(host, *args, **kwargs)
         return [each for ip in known[host] for each in original(ip, *args, **kwargs)]
 
-    monkeypatch.setattr(probe.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(waiting_notice.socket, "getaddrinfo", look_up)
     return known
 
 

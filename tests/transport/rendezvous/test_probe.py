@@ -8,13 +8,13 @@ import time
 import pytest
 
 from kerasdist import errors
-from kerasdist.transport.rendezvous import probe
-from kerasdist.transport.rendezvous.open_servers import (
+from kerasdist.transport.rendezvous import waiting_notice
+from kerasdist.transport.rendezvous.bind import (
     narrow,
     report_unprotected,
     require_word,
 )
-from kerasdist.transport.rendezvous.probe import why_unreachable
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 from pace import bound
 
 
@@ -75,7 +75,7 @@ def test_the_deadline_holds_for_the_look_up(monkeypatch):
         hang.wait(bound(60.0))
         return []
 
-    monkeypatch.setattr(probe.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(waiting_notice.socket, "getaddrinfo", look_up)
     began = time.monotonic()
     assert why_unreachable("host:2222", 0.2) == (
         "looking up its host name took longer than 0.2 s"
@@ -90,7 +90,7 @@ def test_every_address_of_a_name_is_tried(monkeypatch):
         refused = (socket.AF_INET, 0, 0, "", held.getsockname())
         answers = (socket.AF_INET, 0, 0, "", ("127.0.0.1", port))
         monkeypatch.setattr(
-            probe.socket, "getaddrinfo", lambda *_, **__: [refused, answers]
+            waiting_notice.socket, "getaddrinfo", lambda *_, **__: [refused, answers]
         )
         assert why_unreachable("host:1", 5.0) is None
 

@@ -21,15 +21,14 @@ from groups import (
     outcomes,
 )
 from kerasdist import errors
-from kerasdist.transport import Timeouts
+from kerasdist.transport import Timeouts, log
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.log import background_log
+from kerasdist.transport.framing import FrameType
 from kerasdist.transport.rendezvous import waiting_notice
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import StartupRecord
-from kerasdist.transport.wire.framing import FrameType
 from pace import bound
 from waiting import wait_until
 
@@ -432,6 +431,6 @@ def test_a_worker_says_that_it_waits_for_the_chief(monkeypatch, said):
     monkeypatch.setattr(waiting_notice, "FIRST_SECONDS", 0.05)
     addresses = addresses_of(3)
     outcomes(1, lambda _: join(addresses, 1, Timeouts(startup=1.0)))
-    background_log.flush(60)
+    log.flush(60)
     (line,) = [each for each in said() if "has been waiting" in each]
     assert f"this task has been waiting for rank 0 ({addresses[0]})" in line

@@ -13,8 +13,8 @@ import textwrap
 
 import pytest
 
+from kerasdist.transport import log
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.log import background_log
 from kerasdist.transport.rendezvous import waiting_notice
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
@@ -30,7 +30,7 @@ from workers import Workers, python_env
 # said that they wait.
 SCRIPT = """
 import json, logging, os, pathlib, sys, threading, time
-from kerasdist.transport.log import background_log
+from kerasdist.transport import log
 from kerasdist.transport.rendezvous import waiting_notice
 
 waiting_notice.FIRST_SECONDS = waiting_notice.AGAIN_SECONDS = 0.3
@@ -54,7 +54,7 @@ logger.addHandler(Collect())
 logger.setLevel("INFO")
 
 def result():
-    background_log.flush(60)
+    log.flush(60)
     print("RESULT", json.dumps(said))
 
 while last and len(list(folder.glob("said *"))) < count - 1:
@@ -74,8 +74,8 @@ result()
 """
 SERVERS = """
 from kerasdist.cluster import resolve
-from kerasdist.ps import ServerSettings, connect_servers
-from kerasdist.ps.server.server import run_server
+from kerasdist.parameter_server import ServerSettings, connect_servers
+from kerasdist.parameter_server.server.server import run_server
 if task["type"] == "ps":
     run_server(resolve(), ServerSettings(mode="async"))
 else:
@@ -165,7 +165,7 @@ def lines_of(said, sight, *, environ=None, failed=False):
         wait_until(said, "the first line")
         if failed:
             raise ValueError
-    background_log.flush(60)
+    log.flush(60)
     return said()
 
 
@@ -203,7 +203,7 @@ def test_equal_reasons_are_said_once_and_many_tasks_are_counted(soon, said):
 def test_nothing_is_said_of_a_short_wait(said):
     with WaitingNotice("rank 0", lambda: Sight([Absent("a", "")]), Deadline(60)):
         pass
-    background_log.flush(60)
+    log.flush(60)
     assert said() == []
 
 
@@ -216,7 +216,7 @@ def test_on_a_terminal_the_line_is_rewritten():
     script = """
         import threading
         from kerasdist.transport.deadline import Deadline
-        from kerasdist.transport.log import background_log
+        from kerasdist.transport import log
         from kerasdist.transport.rendezvous import waiting_notice as w
         w.FIRST_SECONDS = 0.05
         looks = threading.Semaphore(0)
@@ -228,8 +228,8 @@ def test_on_a_terminal_the_line_is_rewritten():
         with w.WaitingNotice("rank 0", look, Deadline(60)):
             for _ in range(3):
                 looks.acquire(timeout=60)
-        background_log.flush(60)
-        background_log.log(30, "another line")
+        log.flush(60)
+        log.log_in_background(30, "another line")
     """
     main, side = pty.openpty()
     process = subprocess.Popen(

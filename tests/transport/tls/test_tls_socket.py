@@ -14,9 +14,9 @@ import pytest
 from groups import connections, in_threads
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import FrameType, pack_header
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.tls.tls_socket import holds_bytes
-from kerasdist.transport.wire.framing import FrameType, pack_header
+from kerasdist.transport.tls import holds_bytes
 from pace import bound
 from tls_pairs import tcp_pair, tls_pair
 from waiting import wait_until

@@ -31,19 +31,20 @@ from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
 from kerasdist.transport import Timeouts
+from kerasdist.transport.credentials import Credentials, tls_fault
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.handshake import authenticate_as_client
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.probe import why_unreachable
-from kerasdist.transport.tls.credentials import Credentials, tls_fault
-from kerasdist.transport.tls.tls_socket import TlsSocket, binding_of
-from kerasdist.transport.tls.upgrade import (
+from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
+from kerasdist.transport.tls import (
+    TlsSocket,
     accept_tls,
+    binding_of,
     connect_tls,
     wrap_accepted,
     wrap_dialed,
 )
-from kerasdist.transport.wire.handshake import authenticate_as_client
 from pace import bound
 from waiting import wait_until
 

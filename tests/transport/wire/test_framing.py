@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kerasdist import errors
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     DTYPES,
     HEADER_BYTES,
     KINDS,

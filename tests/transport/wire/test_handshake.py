@@ -13,11 +13,9 @@ import pytest
 
 from groups import addresses_of, outcomes
 from kerasdist import errors
+from kerasdist.transport import handshake
 from kerasdist.transport.deadline import Cancellation, Deadline
-from kerasdist.transport.rendezvous.dial import dial_tcp
-from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     MAGIC,
     VERSION,
     FrameType,
@@ -25,6 +23,8 @@ from kerasdist.transport.wire.framing import (
     read_frame,
     write_frame,
 )
+from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.listener import Listener
 from pace import bound
 from waiting import wait_until
 

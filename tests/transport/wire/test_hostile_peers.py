@@ -16,21 +16,14 @@ from hypothesis import strategies as st
 from certificates import Authority
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.ps.channel.channel import ChannelEnded, ChannelSilent
-from kerasdist.ps.channel.socket_channel import SocketChannel
-from kerasdist.ps.membership import Event
-from kerasdist.ps.server.handler import Goodbye
-from kerasdist.transport import Timeouts
+from kerasdist.parameter_server.channel import ChannelEnded, ChannelSilent
+from kerasdist.parameter_server.membership import Event
+from kerasdist.parameter_server.server.handler import Goodbye
+from kerasdist.parameter_server.socket_channel import SocketChannel
+from kerasdist.transport import Timeouts, handshake, log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.liveness.failure_detector import FailureDetector
-from kerasdist.transport.liveness.failure_protocol import decode
-from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.log import background_log
-from kerasdist.transport.rendezvous.dial import dial_tcp
-from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.wire import handshake
-from kerasdist.transport.wire.framing import (
+from kerasdist.transport.framing import (
     HEADER_BYTES,
     MAGIC,
     VERSION,
@@ -38,6 +31,11 @@ from kerasdist.transport.wire.framing import (
     pack_header,
     to_json,
 )
+from kerasdist.transport.liveness.failure_detector import FailureDetector
+from kerasdist.transport.liveness.failure_protocol import decode
+from kerasdist.transport.liveness.heartbeat import Heartbeat
+from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.listener import Listener
 from workers import free_ports
 
 SECRET = b"the secret of the tests"
@@ -205,7 +203,7 @@ def test_odd_frames_end_in_errors_of_ours(work, arguments, count, times, caplog)
     with nothing_stays_open():
         one()
     assert len(ends) > 1
-    background_log.flush(60)
+    log.flush(60)
     assert not [r for r in caplog.records if r.exc_info], caplog.text
 
 
@@ -244,7 +242,7 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
             taken.close()
     finally:
         listening.release()
-    background_log.flush(60)
+    log.flush(60)
     assert not [r for r in caplog.records if r.exc_info], caplog.text
 
 

@@ -104,12 +104,12 @@ def gpus(program: str, exported: dict[str, str]) -> Any:
     """Return the names of this host's GPUs, and why they can't be listed.
 
     Args:
-        program: The text of `kerasdist.cli.run.gpus.find`; empty: none are looked for.
+        program: The text of `cli.run.hosts.find_gpus`; empty: none are looked for.
         exported: Variables of the tasks that aren't this process's.
     """
     if not program:
         return [], ""
-    found: dict[str, Any] = {"__name__": "kerasdist.cli.run.gpus.find"}
+    found: dict[str, Any] = {"__name__": "kerasdist.cli.run.hosts.find_gpus"}
     exec(compile(program, "kerasdist", "exec"), found)
     return found["find_gpus"]({**os.environ, **exported})
 
@@ -119,7 +119,7 @@ def unreachable(addresses: list[str], seconds: float) -> list[str | None]:
     from concurrent.futures import ThreadPoolExecutor
 
     # As tasks do; where kerasdist is missing, the error says so.
-    from kerasdist.transport.rendezvous.probe import why_unreachable
+    from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
     with ThreadPoolExecutor(_MOST_PROBES) as pool:
         return list(pool.map(lambda each: why_unreachable(each, seconds), addresses))

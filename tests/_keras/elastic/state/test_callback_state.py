@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdist._keras.elastic.state.finished_calls import (
+from kerasdist._keras.elastic.finished_calls import (
     adopt,
     arrays_of,
     changed,

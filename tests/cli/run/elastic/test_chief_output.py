@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.cli.run.elastic.chief_output import RoleLines
+from kerasdist.cli.run.elastic_outcome import RoleLines
 
 
 def fed(lines, *pieces):

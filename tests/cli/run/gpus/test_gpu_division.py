@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kerasdist.cli.run.gpus.division import Division, divide, in_words
-from kerasdist.cli.run.gpus.find import find_gpus
+from kerasdist.cli.run.gpus import Division, divide, in_words
+from kerasdist.cli.run.hosts.find_gpus import find_gpus
 
 # The forms of the driver's output.
 TWO = """\

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.cli.run.nodes.node_options import NodeOptions
-from kerasdist.cli.run.nodes.rendezvous import RendezvousError, meeting
+from kerasdist.cli.run.nodes import NodeOptions, RendezvousError, meeting
 from workers import free_ports
 
 

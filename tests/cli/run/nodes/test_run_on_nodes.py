@@ -185,10 +185,7 @@ SOON = (
     "w.FIRST_SECONDS = w.AGAIN_SECONDS = 0.5"
 )
 # Host 0 looks only when a host arrives: then the one that it replaces has just left.
-SELDOM = (
-    f"{SOON}; from kerasdist.cli.run.nodes import rendezvous; "
-    "rendezvous._AGAIN_SECONDS = 60.0"
-)
+SELDOM = f"{SOON}; from kerasdist.cli.run import nodes; nodes.AGAIN_SECONDS = 60.0"
 
 
 def test_launchers_say_for_whom_they_wait(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.cli.run.output import LineTagger
-from kerasdist.cli.run.start_up_lines import QuietLines, StartUpLines
+from kerasdist.cli.run.output import LineTagger, QuietLines, StartUpLines
 
 # As TensorFlow 2.16 to 2.21 write them.
 STUB = (

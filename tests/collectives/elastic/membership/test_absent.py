@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kerasdist.cluster.address import split_address
+from kerasdist.collectives.elastic.epochs import Gone, Loss, Member
 from kerasdist.collectives.elastic.groups import introduce
-from kerasdist.collectives.elastic.membership.lines import Contact, PeerMessenger
-from kerasdist.transport.membership.events import Gone, Loss, Member
+from kerasdist.collectives.elastic.peer_messenger import Contact, PeerMessenger
 from kerasdist.transport.rendezvous.listener import Listener
 from waiting import wait_until
 from workers import Workers, free_ports

@@ -14,7 +14,7 @@ from pace import bound
 MOMENTS_OF_START = """
 from kerasdist.collectives.elastic import connect as connecting, job as elastic_job
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
-from kerasdist.transport.rendezvous import session
+from kerasdist.transport.rendezvous import startup
 
 again = os.path.exists(f"{options['folder']}/{me}")
 open(f"{options['folder']}/{me}", "w").close()
@@ -34,10 +34,10 @@ def report(owner, name, before=None, after=None):
     setattr(owner, name, call)
 
 report(connecting, "discover_members", "listening", "asked")
-report(session, "gather", "gathering", "gathered")
-report(session, "report", "reporting", "reported")
-report(session.Session, "dial", "dialing", "dialed")
-report(session.Session, "answer", "answering", "answered")
+report(startup, "gather", "gathering", "gathered")
+report(startup, "report", "reporting", "reported")
+report(startup.Session, "dial", "dialing", "dialed")
+report(startup.Session, "answer", "answering", "answered")
 report(elastic_job, "catch_up", "connected")
 report(ElasticCommunicator, "begin", None, "begun")
 happen("script")

@@ -13,7 +13,7 @@ from workers import Workers
 # A process sends itself SIGSTOP before it asks others if its rank is among the frozen.
 SLOW = """
 from kerasdist.collectives.elastic.job import ElasticJob
-from kerasdist.collectives.elastic.membership.lines import PeerMessenger
+from kerasdist.collectives.elastic.peer_messenger import PeerMessenger
 
 again = os.path.exists(f"{options['folder']}/{me}")
 open(f"{options['folder']}/{me}", "w").close()

@@ -1,0 +1,349 @@
+"""The state of a running `fit`, from which another process can continue it.
+
+    facts       numbers and texts, as JSON: the place in the data, learning rates, what
+                the callbacks have counted
+    arrays      numpy arrays that callbacks keep, such as `EarlyStopping`'s weights
+    variables   those of the model and its optimizers, which aren't handled here
+
+A process that continues calls `begin`, `objection` and `apply` before the first step of
+its `fit`, when the callbacks have begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kerasdist import _tf
+from kerasdist._keras.context import current
+from kerasdist._keras.data.arrays import (
+    BatchIterator,
+    CountedData,
+    RepeatableIterator,
+    uses_of,
+)
+from kerasdist._keras.data.epoch_iterators import adapter_of
+from kerasdist._keras.data.pydataset import ItemsInOrder, discard_read
+from kerasdist._keras.elastic import finished_calls
+from kerasdist._keras.elastic.finished_calls import fits_of
+from kerasdist._keras.learning_rate import (
+    base_rate,
+    leaves_of,
+    scaling_of,
+    schedule_of,
+    set_base_rate,
+)
+from kerasdist._keras.protocols import KerasHooks
+
+# The place of a running `fit` in its data, from which another process can continue.
+#
+#     data      pass 1     pass 2       the number of a pass is that of its order
+#     members   x x x x x  x x x . .    x: a batch that is used up
+#     another              - - - . .    -: a batch that is skipped
+#
+# A `tf.data.Dataset` and a `PyDataset` are read up to the place. Each worker's own data
+# have no place in common: a worker that joins begins with its own in the next epoch.
+
+
+class DataPlace:
+    """The place in the training data of the present call of `fit`.
+
+    Args:
+        hooks: The hooks of the model's strategy.
+
+    Raises:
+        RuntimeError: `fit` has no data.
+    """
+
+    def __init__(self, hooks: KerasHooks) -> None:
+        epoch: Any = None if current.iterator is None else current.iterator()
+        if epoch is None:
+            raise RuntimeError("`fit` has no data iterator.")
+        self._epoch = epoch
+        self._uses = uses_of(hooks)
+        # Where another process continues: Keras's generator of an epoch's steps, and
+        # the step that it has yielded last.
+        self._steps: Any = None
+        self._reached: Any = None
+        self._facts: dict[str, Any] = {}
+
+    def facts(self, iterator: Any, step: int) -> dict[str, Any]:
+        """Return the facts about the place, as JSON.
+
+        Args:
+            iterator: The iterator of the step.
+            step: The number of the next step in the epoch.
+        """
+        known = isinstance(iterator, RepeatableIterator)
+        data = self._epoch._distributed_dataset
+        use = data.use if isinstance(data, CountedData) else None
+        items = self._items()
+        return {
+            "kind": _kind(iterator),
+            "pass": iterator.number if known else 0,
+            "batch": iterator.taken if known else 0,
+            "step": step,
+            "steps_seen": self._epoch._steps_seen,
+            "steps_per_epoch": self._epoch.steps_per_epoch,
+            "batches": self._epoch._num_batches,
+            "order": 0 if items is None else items.number,
+            "data": self._uses.index(use),
+            "uses": self._uses.counts(),
+        }
+
+    def move_to(self, facts: dict[str, Any]) -> str:
+        """Move to the place of other processes; it may be called again with later ones.
+
+        Args:
+            facts: Those of `facts` there.
+
+        Returns:
+            Why that isn't possible; an empty text if it is.
+        """
+        if facts["steps_per_epoch"] != self._epoch.steps_per_epoch:
+            return "another `steps_per_epoch` than the others'"
+        if len(facts["uses"]) != len(self._uses.counts()):
+            return "other data than the others'"
+        self._facts = facts
+        number = facts["pass"]
+        if self._reached is None or number != getattr(self.iterator, "number", number):
+            self._begin_epoch()
+        batches = self.iterator
+        if facts["kind"] != _kind(batches):
+            return "data that are divided in another way than the others'"
+        if isinstance(batches, RepeatableIterator):
+            if batches.number != number:
+                return "data that were used more often than the others'"
+            batches.skip(facts["batch"])
+        elif not (isinstance(batches, BatchIterator) and batches.pause(True)):
+            return "data whose place in an epoch can't be continued from"
+        return ""
+
+    def resume(self) -> None:
+        """Let the next epoch of `fit` begin at the place of the last `move_to`."""
+        self._uses.catch_up(self._facts["uses"])
+        self._epoch._enumerate_iterator = self._rest
+
+    @property
+    def iterator(self) -> Any:
+        """The iterator that `move_to` has moved; None before."""
+        return None if self._reached is None else self._reached[2]
+
+    def _items(self) -> ItemsInOrder | None:
+        items = getattr(adapter_of(self._epoch), "py_dataset", None)
+        return items if isinstance(items, ItemsInOrder) else None
+
+    def _begin_epoch(self) -> None:
+        """Begin the epoch of the place, at its first step."""
+        epoch, facts = self._epoch, self._facts
+        if self._steps is not None:
+            epoch.data_adapter.on_epoch_end()
+            discard_read(adapter_of(epoch))
+        uses = [list(counts) for counts in facts["uses"]]
+        if facts["data"] is not None:
+            # Keras's generator, below, begins one pass, and one epoch.
+            mine = uses[facts["data"]]
+            mine[0], mine[1] = facts["pass"] - 1, mine[1] - 1
+        self._uses.catch_up(uses)
+        items = self._items()
+        if items is not None:
+            items.turn_to(facts["order"])
+        if isinstance(epoch._distributed_dataset, CountedData):
+            epoch._distributed_dataset.turn_to(facts["pass"])
+        epoch._num_batches = facts["batches"]
+        epoch._current_iterator = None
+        self._steps = epoch._enumerate_iterator()
+        self._reached = next(self._steps)
+
+    def _rest(self) -> Iterator[Any]:
+        """Yield the steps from the place on, as Keras's generator does."""
+        epoch, facts = self._epoch, self._facts
+        del epoch._enumerate_iterator
+        while self._reached[0] < facts["step"]:
+            self._reached = next(self._steps, None)
+            if self._reached is None:
+                return
+        epoch._steps_seen = facts["steps_seen"]
+        batches = self.iterator
+        yield self._reached
+        yield from self._steps
+        if isinstance(batches, BatchIterator):
+            batches.pause(False)
+
+
+def _kind(batches: Any) -> str:
+    known = isinstance(batches, RepeatableIterator)
+    return batches.kind if known else type(batches).__name__
+
+
+def begin(callbacks: Sequence[Any]) -> None:
+    """Note what `fit` begins with, before its first step."""
+    current.callbacks = callbacks
+    current.begun = finished_calls.numbers_of(callbacks)
+
+
+def collect(
+    trainer: Any,
+    hooks: KerasHooks,
+    variables: Sequence[Any],
+    iterator: Any,
+    step: int,
+) -> dict[str, Any]:
+    """Return the facts about the present call of `fit`, between two steps.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        variables: The variables that belong to the state.
+        iterator: The iterator of the step; None: the last epoch has ended.
+        step: The number of the next step in the epoch.
+    """
+    place = None if iterator is None else DataPlace(hooks).facts(iterator, step)
+    return {
+        "fit": fits_of(hooks),
+        "epoch": current.epoch,
+        "place": place,
+        "uses": uses_of(hooks).counts(),
+        "orders": hooks.data.orders,
+        "communicator_step": hooks.workers.communicator.step,
+        "variables": _form(variables),
+        "rates": [base_rate(each) for each in _settable(trainer)],
+        "factors": [_factor(each) for each in leaves_of(trainer)],
+        "callbacks": finished_calls.changed(current.callbacks, current.begun),
+    }
+
+
+def objection(
+    facts: dict[str, Any],
+    hooks: KerasHooks,
+    variables: Sequence[Any],
+    callbacks: Sequence[Any],
+) -> str:
+    """Return why this worker can't continue; an empty text if it can.
+
+    Args:
+        facts: Those of `collect`.
+        hooks: The hooks of the strategy of this worker's model.
+        variables: The variables here.
+        callbacks: The callbacks of this worker's `fit`.
+    """
+    mine = fits_of(hooks)
+    if facts["fit"] != mine:
+        return (
+            f"call {facts['fit']} of `fit` at the others, which was call {mine} when "
+            "this worker asked: started again, it may join"
+        )
+    if facts["variables"] != _form(variables):
+        return "a model with other variables than the others'"
+    names = [state[0] for state in facts["callbacks"]]
+    if names != [type(callback).__name__ for callback in callbacks]:
+        return "other callbacks than the others'"
+    return ""
+
+
+def apply(
+    trainer: Any,
+    hooks: KerasHooks,
+    callbacks: Sequence[Any],
+    facts: dict[str, Any],
+    place: DataPlace,
+    variables: Sequence[Any],
+) -> None:
+    """Continue from facts to which there's no objection.
+
+    They are from within a step. So the beginnings of the epoch and of the step, of
+    which `fit` calls the callbacks next, have been counted in them: before the step,
+    their effects are undone.
+
+    Args:
+        trainer: The model. The others are in the midst of an epoch, and all of them
+            communicate in its reset of metrics: `fit` skips that of the first epoch.
+        hooks: The hooks of its strategy.
+        callbacks: The callbacks of its `fit`, which have begun.
+        facts: Those of `collect`.
+        place: It has moved to the place of the facts.
+        variables: The variables that belong to the state, and have its values.
+    """
+    _apply_counts(trainer, callbacks, facts)
+    _apply_numbers(hooks, facts)
+    values = [
+        (copy, copy.read_value())
+        for variable in variables
+        for copy in _tf.local_results(variable)
+    ]
+
+    def undo_begins() -> None:
+        for variable, value in values:
+            variable.assign(value)
+        _apply_counts(trainer, callbacks, facts, again=True)
+
+    current.resumed = undo_begins
+    trainer._initial_epoch = current.epoch = facts["epoch"]
+    current.joined = True
+    current.first_step = facts["place"]["step"]
+    _skip_reset(trainer)
+    place.resume()
+
+
+def apply_finished(
+    trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any], facts: dict[str, Any]
+) -> None:
+    """Continue from facts of the end of the last epoch, as `apply`; nothing is trained.
+
+    Args: See `apply`.
+    """
+    _apply_counts(trainer, callbacks, facts)
+    _apply_numbers(hooks, facts)
+    uses_of(hooks).catch_up(facts["uses"])
+    leave_out_epochs(trainer)
+
+
+def leave_out_epochs(trainer: Any) -> None:
+    """Let `fit` train nothing, as if a backup had been restored at its end."""
+    trainer._initial_epoch = current.epochs
+    current.joined = True
+
+
+def _apply_numbers(hooks: KerasHooks, facts: dict[str, Any]) -> None:
+    hooks.data.orders = facts["orders"]
+    hooks.workers.communicator.step = facts["communicator_step"]
+
+
+def _apply_counts(
+    trainer: Any,
+    callbacks: Sequence[Any],
+    facts: dict[str, Any],
+    *,
+    again: bool = False,
+) -> None:
+    """Set the learning rates, and what the callbacks have counted."""
+    for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
+        set_base_rate(optimizer, rate)
+    for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
+        scaling = scaling_of(optimizer)
+        if scaling is not None and factor is not None:
+            scaling.set(*factor)
+    finished_calls.adopt(callbacks, facts["callbacks"], again=again)
+
+
+def _form(variables: Sequence[Any]) -> list[Any]:
+    return [[list(v.shape), v.dtype.name] for v in variables]
+
+
+def _settable(trainer: Any) -> list[Any]:
+    return [each for each in leaves_of(trainer) if schedule_of(each) is None]
+
+
+def _factor(optimizer: Any) -> list[float] | None:
+    scaling = scaling_of(optimizer)
+    return None if scaling is None else [scaling.target, scaling.steps, scaling.shift]
+
+
+def _skip_reset(trainer: Any) -> None:
+    """Leave out the reset of metrics at the begin of the next epoch."""
+    own = vars(trainer)
+
+    def reset_metrics() -> None:
+        own.pop("reset_metrics", None)
+
+    own["reset_metrics"] = reset_metrics

@@ -1,0 +1,543 @@
+"""A worker's client: all servers of its job as if they were one.
+
+client = connect_servers(cluster, settings, timeouts=timeouts)   # ps/client
+table = client.open_table(variables, values)      # the chief's values count
+...
+pulled = table.push_pull(deltas)                  # one message per server and step
+sums = sum_gradients(client.communicator, gradients)            # mode="sync"
+client.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.communicator import copy_to_raise
+from kerasdist.collectives.row_exchange import Array
+from kerasdist.parameter_server.channel import Message
+from kerasdist.parameter_server.client.network import Roster, ServerConnections
+from kerasdist.parameter_server.client.remote_table import RemoteTable
+from kerasdist.parameter_server.client.server_communicator import (
+    Build,
+    ServerCommunicator,
+    ServerJob,
+)
+from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
+from kerasdist.parameter_server.membership import Event, WorkerProgress
+from kerasdist.parameter_server.server.handler import REMEMBERED, Goodbye
+from kerasdist.transport.base import Peer
+from kerasdist.transport.deadline import Timeouts
+from kerasdist.transport.framing import Call, FrameType, to_json, unexpected
+from kerasdist.transport.liveness.announcements import Announcements
+from kerasdist.transport.liveness.failure_protocol import decode
+from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
+
+# Control requests: a worker's requests to server 0 besides gradients and weights.
+#
+# It assigns batches, and keeps first values; each server has statistics of its own.
+
+
+class ControlRequests(ServerJob):
+    """The control requests of a worker's client."""
+
+    def __init__(self) -> None:
+        # By dataset: the epoch, and this worker's last claims in it.
+        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # Number of variables that steps have created.
+        self._created = 0
+
+    @property
+    def claims(self) -> Mapping[int, tuple[int, Sequence[int]]]:
+        """This worker's last claims, for a restarted server."""
+        # Not the dictionary itself: another thread may claim from another server.
+        return dict(self._claims)
+
+    def claim(
+        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
+    ) -> int | None:
+        """Get the next number of a queue: each is assigned to one worker only.
+
+        Args:
+            dataset: Number of the dataset, the same on all workers.
+            epoch: Number of its epoch: it only increases, and has a queue of its own.
+            limit: Length of the queue; None: it's endless.
+            last: The last one that this worker got of this queue, or -1; `END` ends the
+                queue for all.
+
+        Returns:
+            The number, from 0; None: there are none left.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        meta = {
+            "do": "claim",
+            "dataset": dataset,
+            "epoch": epoch,
+            "limit": -1 if limit is None else limit,
+            "last": last,
+        }
+        with self.calling("claiming a batch"):
+            number = int(self.request("claiming a batch", meta)["number"])
+            if number < 0:
+                return None
+            present, before = self._claims.get(dataset, (epoch, ()))
+            kept = before[1 - REMEMBERED :] if present == epoch else ()
+            self._claims[dataset] = epoch, (*kept, number)
+        return number
+
+    def first_value(self, value: Array) -> Array:
+        """Return the first value of a variable that a step creates: any worker's.
+
+        Workers don't wait for each other. All create such variables in one order.
+
+        Args:
+            value: This worker's value, of a numeric dtype.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        meta = {"do": "first", "number": self._created}
+        request = Message(FrameType.REQUEST, Call(0), meta, (value,))
+        others: list[Build | None] = [None] * (self.servers - 1)
+        with self.calling("creating a variable"):
+            self._created += 1
+            reply = self.request_all([lambda _: request, *others])[0]
+            return np.array(reply.arrays[0]) if reply.arrays else value
+
+    def request(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
+        """Send server 0 a request without arrays; return the reply's JSON object.
+
+        Args:
+            what: In words, for messages.
+            meta: The request.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        with self.calling(what):
+            others: list[Build | None] = [None] * (self.servers - 1)
+            return dict(self.request_all([lambda _: request, *others])[0].meta)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return each server's statistics of its tables and workers.
+
+        Returns:
+            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
+            rank and "observed": by rank the number of its reads by staleness),
+            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
+        """
+        request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, ())
+        with self.calling("a request for statistics"):
+            replies = self.request_all([lambda _: request] * self.servers)
+            return [dict(reply.meta) for reply in replies]
+
+
+TRANSPORTS = ("auto", "tcp")
+
+# How long one thread waits, in seconds, for another that reports a failure.
+_REPORTING_SECONDS = 5.0
+
+
+class ServerClient(ControlRequests):
+    """All servers of a job, as one worker sees them. Made by `connect_servers`.
+
+    Calls of several threads are executed one after the other. After an exception of
+    class `CollectiveError` it can only be closed.
+
+    Attributes:
+        cluster: The cluster with this worker's rank.
+        settings: The job's settings.
+        timeouts: The time limit of each phase.
+        replicas: Each worker's number of replicas, by rank.
+        joined: Whether the job had begun without this worker: its tables then hold
+            the weights that the others have trained.
+        joining: Whether the others don't wait for it yet, see
+            `kerasdist.parameter_server.server.collectives`.
+        seed: Random; the same on all workers, also on one that joins later.
+        connections: The connections to the servers.
+        communicator: Collectives between all live workers, through the servers.
+        events: The events of other workers, in order, as server 0 reports them.
+        tables: The tables that were opened.
+        use: Number of the newest strategy that uses it, from 1.
+        fits: How often `fit` was called.
+        datasets: The number of datasets whose batches are claimed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ServerSettings,
+        timeouts: Timeouts,
+        on_event: Callable[[Event], None] | None = None,
+        on_failure: Callable[[errors.CollectiveError], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.cluster = cluster
+        self.settings = settings
+        self.timeouts = timeouts
+        self.replicas: tuple[int, ...] = (1,)
+        self.joined = self.joining = False
+        self.seed = 0
+        self.events: list[Event] = []
+        self.tables: list[RemoteTable] = []
+        self.use = 1
+        self.fits = self.datasets = 0
+        self._uses = {1}
+        self.rank = cluster.rank or 0
+        addresses = cluster.workers or ("this process",)
+        self.peers = tuple(Peer(r, address) for r, address in enumerate(addresses))
+        self._on_event = on_event
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._failure: errors.CollectiveError | None = None
+        # The same while a thread reports it, and that thread.
+        self._failing: errors.CollectiveError | None = None
+        self._reporting: int | None = None
+        self._closed = False
+        self._started = False
+        self._met = 0
+        self._step = 0
+        self._calls = threading.RLock()
+        self._heartbeat: Heartbeat | None = None
+        self.connections = ServerConnections(self.check)
+        self.communicator: ServerCommunicator
+        self._announcements = Announcements(
+            self.rank,
+            self._send_notice,
+            lambda: self._place,
+            self._chief_is_gone,
+            timeouts.collective,
+        )
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether parameter servers connect the workers."""
+        return True
+
+    # Made by `connect_servers`.
+
+    def heartbeat(self) -> Heartbeat:
+        """Begin to watch the control connections of this worker."""
+        self._heartbeat = Heartbeat(
+            f"kerasdist-watch rank {self.rank}",
+            self.timeouts,
+            self._on_frame,
+            self.connections.ended,
+        )
+        return self._heartbeat
+
+    def start(self, roster: Roster) -> None:
+        """Begin with the first server's roster, when all have admitted this worker."""
+        self.replicas = roster.replicas
+        self.joined = roster.joined
+        self.joining = roster.joining
+        self.seed = roster.seed
+        self._met = roster.met
+        self.connections.start()
+        self.communicator = ServerCommunicator(self, roster.met)
+        self._started = True
+
+    @property
+    def announcements(self) -> Announcements | None:
+        """The chief's announcements, through server 0; None for one worker."""
+        return self._announcements if len(self.peers) > 1 else None
+
+    @property
+    def servers(self) -> int:
+        """See `ServerJob.servers`."""
+        return len(self.connections)
+
+    def open_table(
+        self,
+        variables: Sequence[Variable],
+        values: Sequence[Array],
+        *,
+        together: bool = True,
+    ) -> RemoteTable:
+        """Begin to use a table; all workers open the same tables in the same order.
+
+        Args:
+            variables: The variables, the same on all workers.
+            values: Their values, one array of the variable's shape each; none of them
+                counts if the job continues from a snapshot.
+            together: Whether all workers open it at the same point: the chief's values
+                count, and the others wait for them. Otherwise those of the first worker
+                that opens it count; the values are the same on all.
+
+        Returns:
+            The table, whose `initial` are the values that all begin with.
+
+        Raises:
+            ValueError: The values don't fit the variables; nothing was sent.
+            CollectiveError: See `kerasdist.errors`.
+        """
+        layout = Layout(variables, self.servers)
+        layout.check(values)
+        table = RemoteTable(self, len(self.tables), layout)
+        with self.calling(f"opening table {table.number}"):
+            table.open(None if together and self.rank > 0 else values)
+            self.tables.append(table)
+        return table
+
+    def entered(self, met: int, ranks: tuple[int, ...]) -> None:
+        """Note that the others wait for this worker; see `server.collectives`."""
+        self.joining = False
+        self._met = met
+        self.communicator.enter(met, ranks)
+
+    # For tables and the communicator.
+
+    @contextlib.contextmanager
+    def calling(self, what: str) -> Iterator[None]:
+        """See `ServerJob.calling`."""
+        with self._calls:
+            self.check()
+            try:
+                yield
+            except (errors.KerasDistError, ValueError, TypeError):
+                raise
+            except BaseException as error:
+                # Ctrl-C during a message, or a bug.
+                here = self.peers[self.rank]
+                reason = f"it left {what} with {type(error).__name__}: {error}"
+                self.fail(
+                    errors.WorkerLost(
+                        *(here.rank, here.address, self.step, reason.rstrip(". \n")),
+                        others_go_on=self.settings.mode == "async",
+                    )
+                )
+                raise
+
+    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
+        """See `ServerJob.request_all`."""
+        return self.connections.request_all(builds)
+
+    def check(self) -> None:
+        """See `ServerJob.check`."""
+        if self._failure is not None:
+            raise copy_to_raise(self._failure)
+        if self._closed or not self._uses:
+            raise errors.TransportClosed(
+                "The connection to the parameter servers is closed. Create a new "
+                "strategy to continue."
+            )
+
+    def generation(self, server: int) -> int:
+        """See `ServerJob.generation`."""
+        return self.connections[server].generation
+
+    def note_met(self, call: Call, answers: Sequence[Message]) -> None:
+        """See `ServerJob.note_met`."""
+        self._met = max(self._met, call.sequence)
+        for answer in answers:
+            clocks = answer.meta.get("clocks")
+            if not isinstance(clocks, dict):
+                continue
+            for number, clock in clocks.items():
+                if int(number) < len(self.tables):
+                    table = self.tables[int(number)]
+                    table.clock = max(table.clock, int(clock))
+
+    @property
+    def step(self) -> int:
+        """The step that messages name."""
+        return max([self._step, *(table.clock for table in self.tables)])
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = value
+
+    # See `ServerJob`.
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """The error that ended this worker's part in the job, or None."""
+        return self._failure
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def progress(self) -> WorkerProgress:
+        """See `ServerJob.progress`."""
+        return WorkerProgress(
+            met=self._met,
+            clocks={table.number: table.clock for table in self.tables},
+            claims=self.claims,
+            joining=self.joining,
+        )
+
+    def await_failure(self, seconds: float) -> errors.CollectiveError | None:
+        """See `ServerJob.await_failure`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._closed, seconds
+            )
+            return self._failure
+
+    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
+        """End all waits of this worker, inform the servers; return the first failure.
+
+        Safe from any thread.
+        """
+        if isinstance(error, errors.WorkerLost) and self.settings.mode == "sync":
+            # A server that hasn't summed anything doesn't know the step.
+            step = max(error.step, self.step)
+            error = errors.WorkerLost(error.rank, error.host, step, error.reason)
+        with self._changed:
+            # A server in this process may reply to the goodbye in the same thread.
+            if self._failing is not None and self._reporting != threading.get_ident():
+                self._changed.wait_for(
+                    lambda: self._failure is not None, _REPORTING_SECONDS
+                )
+            if self._failing is not None:
+                return self._failure or self._failing
+            self._failing, self._reporting = error, threading.get_ident()
+        # First the launcher and the servers: once the failure is set another thread may
+        # end the process, and a server that doesn't know why would name this worker.
+        try:
+            if self._on_failure is not None:
+                self._on_failure(error)
+            here = self.peers[self.rank]
+            why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
+            goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
+            if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
+                goodbye.reason = error.reason
+            self.connections.send_goodbye(goodbye)
+        finally:
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+            self.connections.abort()
+        return error
+
+    def abandon(self, error: errors.CollectiveError) -> None:
+        """End all waits of this worker at once; servers aren't informed. Doesn't wait.
+
+        Args:
+            error: The failure from now on, if there is none yet.
+        """
+        with self._changed:
+            self._failing = self._failing or error
+            self._failure = self._failure or self._failing
+            self._changed.notify_all()
+        self.connections.abort()
+
+    # The end.
+
+    def use_again(self) -> None:
+        """Let another strategy of this process use it."""
+        with self._changed:
+            self.use += 1
+            self._uses.add(self.use)
+
+    def leave(self, use: int) -> None:
+        """End the use by a strategy of this process that has been closed.
+
+        After the last one, others that wait for this worker, in the same strategy of
+        theirs, don't wait any longer. Doesn't wait itself.
+
+        Args:
+            use: The strategy's number.
+        """
+        with self._changed:
+            self._uses.discard(use)
+            if self._closed or self._failing is not None or self._uses:
+                return
+        left = Goodbye("it closed its strategy", False, use=self.use)
+        self.connections.send_goodbye(left)
+
+    def close(
+        self,
+        error: BaseException | None = None,
+        cause: errors.CollectiveError | None = None,
+    ) -> None:
+        """Leave the job; release sockets, threads and memory. Can be called twice.
+
+        Args:
+            error: The error that ended this worker's script, if there was one: in
+                "sync" the others then fail at once, in "async" they continue.
+            cause: The cause of that error, if it's known.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify_all()
+        reason = "it has finished"
+        if error is not None:
+            shown = f"its script ended with {type(error).__name__}: {error}"
+            reason = shown[:1000].rstrip(". \n")
+        if self._failing is None:
+            goodbye = Goodbye(reason, error is not None, cause)
+            self.connections.send_goodbye(goodbye)
+        self.connections.abort()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+        self.connections.close()
+
+    def __enter__(self) -> ServerClient:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self.close(error)
+
+    # Announcements.
+
+    def _send_notice(self, value: dict[str, Any], rank: int | None) -> None:
+        if self._heartbeat is not None:
+            payload = json.dumps({"to": rank, "value": value}).encode()
+            self._heartbeat.post(0, FrameType.NOTICE, payload)
+
+    @property
+    def _place(self) -> int:
+        # Requests of others may arrive before this worker has started.
+        return self.communicator.sequence if self._started else 0
+
+    def _chief_is_gone(self) -> str | None:
+        if self._failure is not None:
+            raise copy_to_raise(self._failure)
+        if self._closed:
+            return "this worker has left the job"
+        if self.joining:
+            return "this worker hasn't joined the others yet"
+        for event in reversed(self.events):
+            if event.rank == 0 and (event.kind != "left" or event.use >= self.use):
+                gone = event.kind in ("lost", "finished", "left")
+                return event.reason if gone else None
+        return None
+
+    # Frames on control connections.
+
+    def _on_frame(self, key: Hashable, frame: Frame) -> None:
+        kind, _, payload = frame
+        if kind is FrameType.HEARTBEAT:
+            return
+        if kind is FrameType.FAILURE:
+            self.fail(decode(payload)[0])
+        elif kind is FrameType.EVENT:
+            event = Event.from_json(to_json(payload))
+            # All servers report; the first one's event is enough.
+            if key == 0:
+                self.events.append(event)
+                if self._on_event is not None:
+                    self._on_event(event)
+        elif kind is FrameType.NOTICE:
+            notice = to_json(payload)
+            sender, value = notice.get("from"), notice.get("value")
+            if not isinstance(sender, int) or not isinstance(value, dict):
+                raise errors.ProtocolError(f"A notice is damaged: {notice!r:.500}.")
+            self._announcements.receive(sender, value)
+        else:
+            raise unexpected(kind)

@@ -1,0 +1,428 @@
+"""A parameter server of an elastic job.
+
+It serves each epoch as a job of its own, with a `ParameterServer` at the same listener.
+`kerasdist.parameter_server.elastic.search` has the protocol. It decides nothing: if a
+worker is lost, the epoch has failed, and the server waits for the next one.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.elastic.groups import elastic_timeouts
+from kerasdist.errors import ServerLost, WorkerLost
+from kerasdist.parameter_server.elastic.search import (
+    ASK,
+    BEGIN,
+    PURPOSE,
+    READY,
+    EpochServers,
+    agreed,
+    answer,
+    refuse,
+)
+from kerasdist.parameter_server.layout import ServerSettings
+from kerasdist.parameter_server.server.handler import Load, share_in_words
+from kerasdist.parameter_server.server.server import ParameterServer, session_name
+from kerasdist.transport import log
+from kerasdist.transport.base import Connection
+from kerasdist.transport.credentials import checked_secret
+from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
+from kerasdist.transport.liveness.launcher_pipe import ServerReporter
+from kerasdist.transport.rendezvous.listener import Listener
+
+# The process of a parameter server of an elastic job: its output, and its end.
+
+_FLUSH_SECONDS = 1.0
+
+
+def run_elastic_server(
+    cluster: Cluster,
+    settings: ServerSettings,
+    min_workers: int,
+    timeouts: Timeouts | None = None,
+) -> None:
+    """Run a server of an elastic job until the job is over.
+
+    It logs the number of its workers, its part of a step when that has changed, and
+    at the end the traffic.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        settings: The job's settings; the workers' must be the same.
+        min_workers: The smallest number of workers that continue.
+        timeouts: The time limit of each phase.
+
+    Raises:
+        KerasDistError: As `ElasticServer` and its `serve`.
+    """
+    hand_over_final_error()
+    count = len(cluster.servers)
+    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+    shown = [""]
+
+    def split(loads: list[Load], index: int) -> None:
+        share = share_in_words(loads, index)
+        if share != shown[0]:
+            shown[0] = share
+            _log_line(f"{name} gets of each worker and step: {share}.")
+
+    server = ElasticServer(
+        cluster, settings, min_workers, timeouts=timeouts, on_split=split
+    )
+    _log_line(
+        f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}, elastic."
+    )
+    try:
+        stats = server.serve()
+    except (WorkerLost, ServerLost):
+        # It may end before the lost task does.
+        ServerReporter(cluster.task_index).gave_up()
+        raise
+    _log_line(
+        f"{name} has finished: {stats['epochs']:,} epochs, {stats['requests']:,} "
+        f"requests, {stats['bytes_received']:,} bytes received, "
+        f"{stats['bytes_sent']:,} sent."
+    )
+    log.flush(_FLUSH_SECONDS)
+
+
+def _log_line(text: str) -> None:
+    # Some of it is written while a worker waits for its reply.
+    log.log_in_background(logging.INFO, "%s", text)
+
+
+_LOOK_SECONDS = 0.25
+_JOIN_SECONDS = 10.0
+# For connecting the members of an epoch.
+_LEAST_SECONDS, _MOST_SECONDS = 0.1, 1e6
+# No epoch has a larger number.
+_MOST = 1 << 62
+
+
+class ElasticServer:
+    """One server of an elastic job: serves epoch after epoch until all workers left.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        settings: The job's settings; the workers' must be the same.
+        min_workers: The smallest number of workers that continue; the same as theirs.
+        timeouts: The time limit of each phase. With no worker for `startup` seconds the
+            server ends.
+        on_split: Called with the loads of the servers of an epoch, and this one's index
+            among them, when the epoch's first step is finished.
+        host: Overrides `host_key()`, for tests.
+
+    Attributes:
+        index: Index among the job's servers.
+        address: Its address.
+
+    Raises:
+        As `ParameterServer`.
+
+    From the constructor on it listens; `serve` handles requests. `close` ends both.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ServerSettings,
+        min_workers: int,
+        *,
+        timeouts: Timeouts | None = None,
+        on_split: Callable[[list[Load], int], None] | None = None,
+        host: str | None = None,
+    ) -> None:
+        if cluster.task_type != "ps":
+            raise ValueError(
+                "A parameter server is a 'ps' task. Received: task_type="
+                f"{cluster.task_type!r}, task_index={cluster.task_index}."
+            )
+        self.index = cluster.task_index
+        self.address = cluster.servers[self.index]
+        self._cluster = cluster
+        self._settings = settings
+        self._agreed = agreed(settings, min_workers)
+        self._timeouts = elastic_timeouts(timeouts or Timeouts())
+        self._on_split = on_split
+        self._host = host
+        self._session = session_name(cluster)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._epoch: _Epoch | None = None
+        # Those that are replaced by a later one, until their threads have ended.
+        self._replaced: list[_Epoch] = []
+        self._totals: collections.Counter[str] = collections.Counter()
+        # Questions about the next epoch.
+        self._questions: list[tuple[int, Connection]] = []
+        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+        self._listener = Listener.acquire(self.address, secret, self._timeouts.startup)
+
+    def serve(self) -> dict[str, int]:
+        """Serve until all workers have left, or none has connected for too long.
+
+        Returns:
+            "epochs": the number of epochs, "requests", "bytes_received" and
+            "bytes_sent": of all workers' requests and of the replies.
+
+        Raises:
+            StartupError: Not all workers have connected at the start.
+            CollectiveError: The last epoch has failed, and no worker has finished.
+        """
+        try:
+            self._serve()
+        finally:
+            self.close()
+        names = ("epochs", "requests", "bytes_received", "bytes_sent")
+        return {name: self._totals[name] for name in names}
+
+    def _serve(self) -> None:
+        patience = Deadline(self._timeouts.startup)
+        while not self._stop.is_set():
+            for rank, connection, hello in self._listener.pending.take_any(
+                self._session, PURPOSE, _LOOK_SECONDS, self._stop
+            ):
+                self._receive(rank, connection, hello)
+                patience = Deadline(self._timeouts.startup)
+            self._drop_ended()
+            epoch = self._epoch
+            if self._questions or (epoch is not None and not epoch.over):
+                patience = Deadline(self._timeouts.startup)
+            elif epoch is not None and self._is_last(epoch, patience):
+                return
+            elif epoch is None and patience.expired:
+                raise errors.StartupError(
+                    f"No worker connected to server {self.index} ({self.address}) "
+                    f"within {patience.seconds:g} s. Are they running (look at their "
+                    "output first), and can they reach this address?",
+                    dict.fromkeys(range(self._cluster.size), "it never connected"),
+                )
+        raise errors.TransportClosed("This server was closed.")
+
+    def _is_last(self, epoch: _Epoch, patience: Deadline) -> bool:
+        """Return whether the job is over, after an epoch that has ended.
+
+        Raises:
+            KerasDistError: The job is over, and no worker has finished.
+        """
+        if epoch.error is None:
+            return True
+        if not patience.expired:
+            return False
+        if epoch.has_finished:
+            return True
+        raise epoch.error
+
+    def close(self) -> None:
+        """Close all connections and threads. Can be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._stop.set()
+        self._listener.pending.interrupt()
+        epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            self._replace(epoch)
+        for each in self._replaced:
+            each.join(_JOIN_SECONDS)
+        self._drop_ended()
+        for _, connection in self._questions:
+            connection.close()
+        self._questions.clear()
+        self._listener.release()
+
+    def __enter__(self) -> ElasticServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Requests.
+
+    def _receive(
+        self, rank: int, connection: Connection, hello: dict[str, Any]
+    ) -> None:
+        what, number = hello.get("request"), hello.get("epoch")
+        if hello.get("settings") != self._agreed:
+            refuse(
+                connection,
+                f"Server {self.index} and rank {rank} were started with different "
+                f"arguments. Received: {hello.get('settings')!r}, here "
+                f"{self._agreed!r}. Give all tasks the same arguments.",
+            )
+            return
+        if type(number) is not int or not 0 <= number <= _MOST:
+            refuse(connection, f"A request is damaged. Received: {hello!r:.500}.")
+            return
+        present = self._epoch
+        if what == ASK and present is not None and present.number == number:
+            answer(connection, present.layout.to_json())
+        elif present is not None and not present.over and number <= present.number:
+            refuse(
+                connection,
+                f"Epoch {number} of the job has ended. Received: epoch={number} from "
+                f"rank {rank}. Expected a later one than epoch {present.number}, which "
+                f"server {self.index} ({self.address}) serves. Wait for the next one.",
+                final=False,
+            )
+        elif what == READY:
+            answer(connection, {})
+        elif what == ASK:
+            self._questions.append((number, connection))
+        elif what == BEGIN:
+            self._begin(number, connection, hello)
+        else:
+            refuse(connection, f"Unknown request. Received: request={what!r:.100}.")
+
+    def _begin(
+        self, number: int, connection: Connection, hello: dict[str, Any]
+    ) -> None:
+        try:
+            epoch = self._epoch_of(number, hello)
+        except (errors.ProtocolError, ValueError) as error:
+            refuse(connection, str(error))
+            return
+        if self._epoch is not None:
+            self._replace(self._epoch)
+        self._epoch = epoch
+        epoch.start()
+        answer(connection, {})
+        waiting, self._questions = self._questions, []
+        for asked, question in waiting:
+            if asked == number:
+                answer(question, epoch.layout.to_json())
+            elif asked > number:
+                self._questions.append((asked, question))
+            else:
+                refuse(question, f"Epoch {asked} of the job has ended.", final=False)
+
+    def _epoch_of(self, number: int, hello: dict[str, Any]) -> _Epoch:
+        known = self._cluster.workers
+        layout = EpochServers.from_json(
+            hello.get("layout") or {}, len(self._cluster.servers)
+        )
+        workers, seconds = hello.get("workers"), hello.get("seconds")
+        if (
+            not isinstance(workers, list)
+            or not workers
+            or not all(each in known for each in workers)
+            or not isinstance(seconds, (int, float))
+            or self.index not in layout.servers
+        ):
+            raise errors.ProtocolError(
+                f"An epoch is damaged. Received: {hello!r:.500}."
+            )
+        index = layout.servers.index(self.index)
+        cluster = dataclasses.replace(
+            self._cluster,
+            size=len(workers),
+            workers=tuple(workers),
+            servers=tuple(self._cluster.servers[each] for each in layout.servers),
+            task_index=index,
+        )
+        startup = min(max(float(seconds), _LEAST_SECONDS), _MOST_SECONDS)
+        server = ParameterServer(
+            cluster,
+            self._settings,
+            timeouts=dataclasses.replace(self._timeouts, startup=startup),
+            host=self._host,
+            session=layout.session,
+        )
+        server.handler.logs = False
+        on_split = self._on_split
+        if on_split is not None:
+            server.handler.on_split = lambda loads: on_split(loads, index)
+        return _Epoch(number, layout, server, self._count)
+
+    def _count(self, stats: dict[str, int]) -> None:
+        with self._lock:
+            self._totals.update(stats)
+
+    def _replace(self, epoch: _Epoch) -> None:
+        self._replaced = [each for each in self._replaced if not each.join(0.0)]
+        self._replaced.append(epoch)
+        epoch.end()
+
+    def _drop_ended(self) -> None:
+        kept = []
+        for number, connection in self._questions:
+            if connection.ended:
+                connection.close()
+            else:
+                kept.append((number, connection))
+        self._questions = kept
+
+
+class _Epoch:
+    """An epoch, served by a thread of its own.
+
+    Args:
+        number: Its number.
+        layout: Its servers.
+        server: Serves it; owned from now on.
+        count: Called with its statistics when it has ended.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        layout: EpochServers,
+        server: ParameterServer,
+        count: Callable[[dict[str, int]], None],
+    ) -> None:
+        self.number = number
+        self.layout = layout
+        self.error: Exception | None = None
+        self._server = server
+        self._count = count
+        self._thread = threading.Thread(
+            target=self._run, name=f"kerasdist-epoch {number}", daemon=True
+        )
+        self._closer = threading.Thread(
+            target=server.close, name=f"kerasdist-epoch {number} ends", daemon=True
+        )
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._server.serve()
+        except Exception as error:
+            self.error = error
+        requests = int(self._server.handler.stats()["requests"])
+        self._count({"epochs": 1, "requests": requests, **self._server.traffic()})
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended: all members have left, or `error` is set."""
+        return not self._thread.is_alive()
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether a member has finished the job."""
+        workers = self._server.handler.membership.workers
+        return any(worker.state == "finished" for worker in workers)
+
+    def end(self) -> None:
+        """End it soon, for a later epoch."""
+        self._closer.start()
+
+    def join(self, seconds: float) -> bool:
+        """Wait for its threads; return whether they have ended."""
+        deadline = Deadline(seconds)
+        self._thread.join(deadline.remaining())
+        self._closer.join(deadline.remaining())
+        return not (self._thread.is_alive() or self._closer.is_alive())

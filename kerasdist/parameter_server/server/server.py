@@ -1,0 +1,576 @@
+"""A parameter server on the network.
+
+    c: a worker     s: a server     one listening socket per server
+
+    1. c -> s   connect, handshake, hello for a control connection: rank, settings and
+                identity of the process; repeated until `startup`
+    2. s        waits for all workers, the first time; compares their settings
+    3. s -> c   ROSTER: server and workers                   -> the worker is live
+           or   REFUSAL: the reason
+    4. c -> s   connect, handshake, hello for a data connection; on the same host
+                through a Unix socket, so that memory can be shared
+    5. both     heartbeats on the control connection (transport.liveness.heartbeat)
+    6. c -> s   a REQUEST on the data connection     (parameter_server.server.handler)
+       s -> c   its REPLY, or a FAILURE; then 6. again
+    7. c -> s   on the control connection GOODBYE: whether the script ended well;
+                NOTICE: an announcement, passed on to other workers
+       s -> c   EVENT: a worker was lost, has joined, has finished; FAILURE: the job's
+
+Later a new process may join with a lost worker's rank (1. and 3. without 2.) if the job
+is "async". After a restart of the server its workers reconnect the same way, and each
+reports its progress (`resume`); a server without a snapshot refuses them.
+
+Threads: one that accepts (the listener's), one that registers workers (`serve`), one
+that watches the control connections, one per worker that serves its requests.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.errors import ServerLost, WorkerLost
+from kerasdist.parameter_server.layout import Layout, ServerSettings
+from kerasdist.parameter_server.membership import Event, WorkerRecord
+from kerasdist.parameter_server.server.handler import (
+    Goodbye,
+    Load,
+    RequestHandler,
+    loads_of,
+    share_in_words,
+)
+from kerasdist.parameter_server.server.registration import (
+    GOODBYE_SECONDS,
+    LOOK_SECONDS,
+    PURPOSE,
+    Registrar,
+)
+from kerasdist.parameter_server.socket_channel import SocketChannel
+from kerasdist.transport import log
+from kerasdist.transport.base import Connection
+from kerasdist.transport.credentials import checked_secret
+from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.framing import FrameType, to_json, unexpected
+from kerasdist.transport.liveness.failure_protocol import encode, hand_over_final_error
+from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
+from kerasdist.transport.liveness.launcher_pipe import ServerReporter
+from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.rendezvous.startup import host_key
+
+# The process of a parameter server: its output, and its reports to the launcher.
+
+_FLUSH_SECONDS = 1.0
+
+
+def run_server(
+    cluster: Cluster, settings: ServerSettings, timeouts: Timeouts | None = None
+) -> None:
+    """Run a server of a job until the job is over.
+
+    It logs the number of its workers, its part of each table when that is opened
+    (with "sync" its part of a step, when the first one is finished), and at the end the
+    traffic and the staleness of the weights that were read.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        settings: The job's settings; the workers' must be the same.
+        timeouts: The time limit of each phase.
+
+    Raises:
+        KerasDistError: As `ParameterServer` and its `serve`.
+    """
+    hand_over_final_error()
+    count = len(cluster.servers)
+    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+
+    def opened(layout: Layout) -> None:
+        share = share_in_words(loads_of(layout), cluster.task_index)
+        _log_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
+
+    def split(loads: list[Load]) -> None:
+        share = share_in_words(loads, cluster.task_index)
+        _log_line(f"{name} gets of each worker and step: {share}.")
+
+    launcher = ServerReporter(cluster.task_index)
+
+    def started() -> None:
+        patience = settings.restart_timeout if settings.restartable else 0.0
+        launcher.begun(patience)
+
+    tolerant = settings.mode == "async"
+    server = ParameterServer(
+        cluster,
+        settings,
+        timeouts=timeouts,
+        on_table=opened,
+        on_start=started if tolerant else None,
+    )
+    server.handler.on_split = split
+    if tolerant:
+        members = server.handler.membership
+        # Before it is reported to any worker, which then ends.
+        members.on_failure.insert(0, launcher.failed)
+        members.on_event.insert(
+            0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
+        )
+    _log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
+    for served in server.handler.tables.tables.values():  # those of a snapshot
+        opened(served.layout)
+    try:
+        stats = server.serve()
+    except (WorkerLost, ServerLost):
+        # It may end before the lost task does.
+        launcher.gave_up()
+        raise
+    _log_line(
+        f"{name} has finished: {stats['requests']:,} requests, "
+        f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
+        f"{_staleness_in_words(stats['tables'])}."
+    )
+    log.flush(_FLUSH_SECONDS)
+
+
+def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
+    """Return the staleness of all reads as text; "" if there was none."""
+    counts: collections.Counter[int] = collections.Counter()
+    for table in tables:
+        for observed in table["observed"].values():
+            counts.update({int(steps): n for steps, n in observed.items()})
+    reads = counts.total()
+    if not reads:
+        return ""
+    mean = sum(steps * n for steps, n in counts.items()) / reads
+    return (
+        f"; staleness of {reads:,} reads: {mean:.2f} steps in the mean, {max(counts)} "
+        "at most"
+    )
+
+
+def _log_line(text: str) -> None:
+    # Some of it is written while a worker waits for its reply.
+    log.log_in_background(logging.INFO, "%s", text)
+
+
+# The control connections of a server's workers: frames from them, events to them.
+
+_ANSWER_SECONDS = 5.0
+
+
+class ControlConnections:
+    """Watches the workers' control connections, in a thread of its own.
+
+    Args:
+        handler: The server.
+        timeouts: The interval and the limit of heartbeats.
+        lost: Called with each worker that was lost.
+        end: Called when the job has failed, or no worker is left.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        timeouts: Timeouts,
+        lost: Callable[[WorkerRecord], None],
+        end: Callable[[], None],
+    ) -> None:
+        self._handler = handler
+        self._lost = lost
+        self._end = end
+        name = f"kerasdist-watch server {handler.server}"
+        self._heartbeat = Heartbeat(name, timeouts, self._on_frame, self._ended)
+        handler.membership.on_event.append(self._announce)
+        handler.membership.on_failure.append(self._fail)
+
+    def open(
+        self, worker: WorkerRecord, connection: Connection, roster: dict[str, Any]
+    ) -> None:
+        """Answer a worker's hello, and watch its connection from now on."""
+        try:
+            deadline = Deadline(_ANSWER_SECONDS)
+            connection.write_json(FrameType.ROSTER, roster, deadline)
+        except OSError:  # it died since: the heartbeat notices that
+            pass
+        self._heartbeat.add(_key(worker), connection)
+
+    def last_received(self, worker: WorkerRecord) -> float | None:
+        """Return the time of a worker's last frame (monotonic); None: no connection."""
+        return self._heartbeat.last_received(_key(worker))
+
+    def close(self) -> None:
+        """Send what is still queued, and close the connections."""
+        self._heartbeat.close()
+
+    def _on_frame(self, key: Hashable, frame: Frame) -> None:
+        kind, _, payload = frame
+        if kind is FrameType.HEARTBEAT:
+            return
+        worker = self._worker(key)
+        if kind is FrameType.NOTICE:
+            if worker is not None:
+                self._pass_on(worker, payload)
+            return
+        if kind is not FrameType.GOODBYE:
+            raise unexpected(kind)
+        if worker is not None:
+            self._handler.on_goodbye(worker, Goodbye.from_payload(payload))
+
+    def _ended(self, key: Hashable, reason: str) -> None:
+        worker = self._worker(key)
+        members = self._handler.membership
+        if worker is None or not members.lose(worker, reason):
+            return
+        # It may have been frozen, and wake up later.
+        lost = errors.WorkerLost(
+            *(worker.rank, worker.address, worker.clock, reason),
+            others_go_on=self._handler.settings.mode == "async" and not members.over,
+        )
+        self._heartbeat.post(key, FrameType.FAILURE, encode(lost))
+
+    def _pass_on(self, sender: WorkerRecord, payload: bytes) -> None:
+        """Send a worker's notice to another one, or to all others."""
+        notice = to_json(payload)
+        to = notice.get("to")
+        value = {"from": sender.rank, "value": notice.get("value")}
+        for worker in self._handler.membership.workers:
+            receives = worker.rank == to if to is not None else worker is not sender
+            if worker.state == "live" and receives:
+                content = json.dumps(value).encode()
+                self._heartbeat.post(_key(worker), FrameType.NOTICE, content)
+
+    def _worker(self, key: Hashable) -> WorkerRecord | None:
+        if not isinstance(key, tuple):
+            return None
+        return self._handler.membership.current(*key)
+
+    def _announce(self, event: Event) -> None:
+        members = self._handler.membership
+        payload = json.dumps(event.to_json()).encode()
+        for worker in members.workers:
+            if worker.state == "live" and worker.rank != event.rank:
+                self._heartbeat.post(_key(worker), FrameType.EVENT, payload)
+        if event.kind == "lost":
+            self._lost(members.workers[event.rank])
+        if members.over:
+            self._end()
+
+    def _fail(self, error: errors.CollectiveError) -> None:
+        for worker in self._handler.membership.workers:
+            if worker.state in ("live", "lost"):
+                self._heartbeat.post(_key(worker), FrameType.FAILURE, encode(error))
+        self._end()
+
+
+def _key(worker: WorkerRecord) -> tuple[int, str]:
+    return worker.rank, worker.incarnation
+
+
+# Seconds that a broken data connection waits for the control connection's end.
+_REPORT_SECONDS = 2.0
+_JOIN_SECONDS = 10.0
+_SHORT_LOOK_SECONDS = 0.05
+
+
+def session_name(cluster: Cluster) -> str:
+    """Return the name of the session of a cluster's servers, the same in all tasks."""
+    # In any order: a server that is taken for another one is reported later.
+    text = json.dumps([cluster.workers, sorted(cluster.servers)])
+    return "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class ParameterServer:
+    """One server of a job: listens, and serves its workers until they have finished.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        settings: The job's settings; the workers' must be the same.
+        timeouts: The time limit of each phase.
+        on_table: Called with the layout of each table when the chief has sent its
+            first values, for instance to print this server's part.
+        on_start: Called when all workers are connected, before the job begins; at a
+            server that continues from a snapshot, at once.
+        host: Overrides `host_key()`, for tests.
+        session: Of an epoch of an elastic job: the name of its session. Its workers
+            live, and connect once.
+
+    Attributes:
+        index: Index among the servers.
+        address: Its address.
+
+    Raises:
+        ValueError: This process is no server of the cluster.
+        ClusterError: There is no secret where one is needed.
+        AddressInUseError: The server's port is taken.
+        SnapshotError: There is a snapshot that can't be used.
+
+    From the constructor on it listens; `serve` handles requests. `close` ends both.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ServerSettings,
+        *,
+        timeouts: Timeouts | None = None,
+        on_table: Callable[[Layout], None] | None = None,
+        on_start: Callable[[], None] | None = None,
+        host: str | None = None,
+        session: str | None = None,
+    ) -> None:
+        if cluster.task_type != "ps":
+            raise ValueError(
+                "A parameter server is a 'ps' task. Received: task_type="
+                f"{cluster.task_type!r}, task_index={cluster.task_index}."
+            )
+        self.index = cluster.task_index
+        self.address = cluster.servers[self.index]
+        self._settings = settings
+        self._timeouts = timeouts or Timeouts()
+        self._host = host or host_key()
+        self._session = session or session_name(cluster)
+        self._incarnation = secrets.token_hex(8)
+        self._stop = threading.Event()
+        self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
+        self._lock = threading.Lock()
+        self._bytes_received = self._bytes_sent = 0
+        self._closed = False
+        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+        size = len(cluster.workers)
+        self.handler = RequestHandler(
+            *(self.index, len(cluster.servers), size, settings, self._timeouts),
+            on_table,
+        )
+        self._on_start = on_start
+        self._registrar = Registrar(
+            *(self.handler, self.address, cluster.workers, self._take, self._stop),
+            last_received=lambda worker: self._control.last_received(worker),
+            once=session is not None,
+        )
+        patience = self._timeouts.startup
+        try:
+            self._listener = Listener.acquire(self.address, secret, patience)
+        except BaseException:
+            self.handler.close()
+            raise
+        self._control = ControlConnections(
+            self.handler, self._timeouts, self._lost, self._end
+        )
+
+    # The whole life of a server.
+
+    def serve(self) -> dict[str, Any]:
+        """Serve until every worker has finished or is lost; then close.
+
+        Returns:
+            `RequestHandler.stats` at the end, "bytes_received" and "bytes_sent": of all
+            workers' requests and of the replies.
+
+        Raises:
+            StartupError: Workers are missing; the others were sent a refusal.
+            CollectiveError: The job's failure; if all workers are lost, the loss of
+                another server that they reported, or else that of the last worker.
+        """
+        try:
+            self._serve()
+            stats = self.handler.stats()
+        finally:
+            self.close()
+        return {**stats, **self.traffic()}
+
+    def traffic(self) -> dict[str, int]:
+        """Return "bytes_received" and "bytes_sent", as `serve`."""
+        with self._lock:
+            return {
+                "bytes_received": self._bytes_received,
+                "bytes_sent": self._bytes_sent,
+            }
+
+    def _serve(self) -> None:
+        members = self.handler.membership
+        if not self.handler.resumed:
+            self._gather()
+        elif self._on_start is not None:
+            self._on_start()
+        if self.handler.snapshotter is not None:
+            self.handler.snapshotter.start()
+        # Workers of a snapshot that don't reconnect aren't waited for for ever.
+        patience = Deadline(self._settings.restart_timeout)
+        while not self._stop.is_set():
+            for arrival in (*self._take(LOOK_SECONDS), *self._registrar.waiting()):
+                self._let_in(*arrival)
+            if self.handler.resumed and patience.expired:
+                self._give_up_on_absent(patience)
+        # Workers that connect to a failed job are sent the reason.
+        goodbye = Deadline(GOODBYE_SECONDS)
+        while not (members.over or goodbye.expired or self._closed):
+            new = self._listener.pending.take_any(
+                self._session, PURPOSE, _SHORT_LOOK_SECONDS
+            )
+            for arrival in (*new, *self._registrar.waiting()):
+                self._let_in(*arrival)
+        with members.changed:
+            if members.failure is not None:
+                raise members.failure
+            finished = any(worker.state == "finished" for worker in members.workers)
+            lost = [event for event in self.handler.events if event.kind == "lost"]
+        if self._closed and not members.over:
+            raise errors.TransportClosed("This server was closed.")
+        if not finished and self.handler.server_lost is not None:
+            # The workers left because of it: none of them is the cause.
+            raise self.handler.server_lost
+        if not finished and lost:
+            last = lost[-1]
+            raise errors.WorkerLost(last.rank, last.address, last.clock, last.reason)
+
+    def close(self) -> None:
+        """Close all connections, threads and tables. Can be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            serving = list(self._serving.values())
+        self._stop.set()
+        self._listener.pending.interrupt()
+        self._registrar.close()
+        self._control.close()
+        for channel, _ in serving:
+            channel.abort()
+        members = self.handler.membership
+        with members.changed:
+            # Threads may be waiting for the other workers in a collective.
+            if members.failure is None and not members.over:
+                members.failure = errors.TransportClosed("This server was closed.")
+                members.changed.notify_all()
+        for _, thread in serving:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
+        self._listener.release()
+        self.handler.close()
+
+    def __enter__(self) -> ParameterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Steps 1 to 4.
+
+    def _gather(self) -> None:
+        pending = self._registrar.gather(Deadline(self._timeouts.startup))
+        if self._on_start is not None:
+            self._on_start()
+        for worker, connection in pending:
+            self._open_control(worker, connection, joined=False)
+
+    def _take(self, seconds: float) -> Sequence[tuple[int, Connection, Any]]:
+        return self._listener.pending.take_any(
+            self._session, PURPOSE, seconds, self._stop
+        )
+
+    def _let_in(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
+        try:
+            if hello.get("line") == "data":
+                self._serve_requests(rank, connection, hello)
+                return
+            found = self._registrar.later(rank, connection, hello)
+            if found is not None:
+                worker, joined = found
+                self._open_control(worker, connection, joined=joined)
+        except Exception:
+            # A fault of one worker mustn't affect the others.
+            log.log_in_background(
+                *(logging.ERROR, "kerasdist: registering rank %d failed", rank),
+                exc_info=True,
+            )
+            connection.close()
+
+    def _open_control(
+        self, worker: WorkerRecord, connection: Connection, *, joined: bool
+    ) -> None:
+        workers = self.handler.membership.workers
+        roster = {
+            "server": self.index,
+            "incarnation": self._incarnation,
+            "host": self._host,
+            "unix_name": self._listener.unix_name,
+            "replicas": [each.replicas for each in workers],
+            "met": worker.met,
+            "joined": joined,
+            "joining": worker.joining,
+            "resumed": self.handler.resumed,
+            "seed": self.handler.tables.seed,
+        }
+        self._control.open(worker, connection, roster)
+
+    def _serve_requests(
+        self, rank: int, connection: Connection, hello: dict[str, Any]
+    ) -> None:
+        members = self.handler.membership
+        incarnation = str(hello.get("incarnation"))
+        worker = (
+            members.current(rank, incarnation)
+            if 0 <= rank < len(members.workers)
+            else None
+        )
+        with self._lock:
+            if worker is None or self._closed:
+                connection.close()
+                return
+            channel = SocketChannel(connection, shared=hello.get("shared") is True)
+            thread = threading.Thread(
+                target=self._answer,
+                args=(worker, channel),
+                name=f"kerasdist-server {self.index} rank {rank}",
+                daemon=True,
+            )
+            self._serving[incarnation] = channel, thread
+            thread.start()
+
+    def _answer(self, worker: WorkerRecord, channel: SocketChannel) -> None:
+        members = self.handler.membership
+        try:
+            seen = self.handler.serve(worker, channel)
+        finally:
+            channel.close()
+            with self._lock:
+                self._bytes_received += channel.bytes_received
+                self._bytes_sent += channel.bytes_sent
+        with members.changed:
+            # Whether it sent a goodbye or died shows on the control connection.
+            members.changed.wait_for(
+                lambda: worker.state != "live" or self._closed, _REPORT_SECONDS
+            )
+            if not self._closed:
+                members.lose(worker, seen)
+        with self._lock:
+            if self._serving.get(worker.incarnation, (None,))[0] is channel:
+                del self._serving[worker.incarnation]
+
+    def _give_up_on_absent(self, patience: Deadline) -> None:
+        members = self.handler.membership
+        with members.changed:
+            for worker in members.workers:
+                if worker.state == "away":
+                    members.lose(
+                        worker,
+                        f"it didn't reconnect within {patience.seconds:g} s after this "
+                        "server was restarted",
+                    )
+
+    def _lost(self, worker: WorkerRecord) -> None:
+        with self._lock:
+            found = self._serving.get(worker.incarnation)
+        if found is not None:
+            found[0].abort()
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._listener.pending.interrupt()

@@ -1,0 +1,568 @@
+"""The writer of a server's snapshots, and the restart from one.
+
+A thread of its own writes at intervals of time or updates, from a copy of each table,
+so that the workers are served meanwhile. A job that ends well removes its snapshots:
+only one that was interrupted is continued from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from kerasdist.collectives.row_exchange import Array, octets
+from kerasdist.errors import ProtocolError, SnapshotError
+from kerasdist.parameter_server.channel import read_specs
+from kerasdist.parameter_server.layout import Layout, ServerSettings
+from kerasdist.parameter_server.membership import Membership, WorkerRecord
+from kerasdist.parameter_server.served_table import ServedTable
+from kerasdist.parameter_server.tables import ServedTables
+from kerasdist.transport import log
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.memory import close_in_children
+
+# Snapshots of a server's tables on disk.
+#
+#     offset   bytes   field
+#     0        8       b"KDSTSNAP"
+#     8        4       version of this format
+#     12       8       H, the length of the header
+#     20       H       the header, a JSON object; under "arrays" dtypes and shapes
+#     20 + H   ...     the arrays one after the other, nothing in between
+#     end - 4  4       CRC-32 of everything before
+#
+# All integers are big-endian. A snapshot is written to another file in the same folder,
+# synced to the disk, and then renamed: a reader finds the old one or the new one.
+
+_MAGIC = b"KDSTSNAP"
+_VERSION = 1
+_HEAD = struct.Struct("!8sIQ")
+_MOST_HEADER_BYTES = 1 << 28
+_BLOCK_BYTES = 8 << 20
+
+
+def path_of(folder: str, server: int) -> Path:
+    """Return the path of the snapshot of server number `server`."""
+    return Path(folder) / f"server-{server}.snapshot"
+
+
+def write_snapshot(
+    path: Path, header: Mapping[str, Any], arrays: Sequence[Array]
+) -> int:
+    """Write a snapshot in the place of the last one; return its number of bytes.
+
+    Args:
+        path: The file; its folder is made if it isn't there.
+        header: A JSON object.
+        arrays: Arrays of numbers, C-contiguous.
+
+    Raises:
+        SnapshotError: It can't be written; the last one is unchanged.
+    """
+    specs = [[str(array.dtype.name), list(array.shape)] for array in arrays]
+    text = json.dumps({**header, "arrays": specs}).encode()
+    # The name can't be guessed, and no existing link or file is followed or written
+    # over: other users may write to the folder. Only the owner may read the weights.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(temporary, flags, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                crc = 0
+                for part in (_HEAD.pack(_MAGIC, _VERSION, len(text)), text):
+                    crc = zlib.crc32(part, crc)
+                    file.write(part)
+                for array in arrays:
+                    crc = _write_array(file, array, crc)
+                file.write(struct.pack("!I", crc))
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+            temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise SnapshotError(
+            f"A snapshot can't be written to {path}: {error.strerror or error}. Is "
+            "there room, and may this process write there?"
+        ) from error
+    return size
+
+
+def _write_array(file: BinaryIO, array: Array, crc: int) -> int:
+    if not array.size:
+        return crc
+    view = octets(array)
+    for start in range(0, len(view), _BLOCK_BYTES):
+        block = view[start : start + _BLOCK_BYTES]
+        crc = zlib.crc32(block, crc)
+        file.write(block)
+    return crc
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_snapshot(path: Path) -> tuple[dict[str, Any], list[Array]] | None:
+    """Return a snapshot's header and arrays; None if there is none.
+
+    Raises:
+        SnapshotError: It is damaged, or no snapshot of this version.
+    """
+    try:
+        with path.open("rb") as file:
+            return _read(path, file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SnapshotError(
+            f"The snapshot {path} can't be read: {error.strerror or error}."
+        ) from error
+
+
+def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], list[Array]]:
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size or not head.startswith(_MAGIC):
+        raise _unusable(path, f"it begins with {head[:8]!r}, not with {_MAGIC!r}")
+    _, version, length = _HEAD.unpack(head)
+    if version != _VERSION:
+        raise _unusable(path, f"its format is {version}, expected {_VERSION}")
+    left = os.fstat(file.fileno()).st_size - _HEAD.size - length - 4
+    if length > _MOST_HEADER_BYTES or left < 0:
+        raise _unusable(path, "it is shorter than its header states")
+    text = file.read(length)
+    crc = zlib.crc32(text, zlib.crc32(head))
+    try:
+        header = json.loads(text)
+        specs = read_specs(header.pop("arrays"))
+    except (ValueError, KeyError, AttributeError, TypeError, ProtocolError) as error:
+        raise _unusable(path, f"its header is damaged ({error})") from None
+    dtypes = [np.dtype(name) for name, _ in specs]
+    sizes = [
+        dtype.itemsize * math.prod(shape)
+        for dtype, (_, shape) in zip(dtypes, specs, strict=True)
+    ]
+    if sum(sizes) != left:
+        raise _unusable(path, f"it has {left} bytes of numbers, expected {sum(sizes)}")
+    arrays: list[Array] = []
+    for dtype, (_, shape) in zip(dtypes, specs, strict=True):
+        array = np.empty(shape, dtype)
+        if array.size:
+            view = octets(array)
+            if file.readinto(view) != len(view):  # type: ignore[attr-defined]
+                raise _unusable(path, "it is shorter than its header states")
+            crc = zlib.crc32(view, crc)
+        arrays.append(array)
+    if file.read(4) != struct.pack("!I", crc):
+        raise _unusable(path, "its checksum is wrong")
+    return header, arrays
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the files that killed writers left; the caller holds the lock."""
+    for file in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def remove_snapshot(path: Path) -> None:
+    """Remove a snapshot that isn't needed any more, if there is one.
+
+    Raises:
+        SnapshotError: It can't be removed.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise SnapshotError(
+            f"The snapshot {path} can't be removed: {error.strerror or error}."
+        ) from error
+
+
+def _unusable(path: Path, why: str) -> SnapshotError:
+    return SnapshotError(
+        f"The snapshot {path} can't be used: {why}. Remove it to start from scratch, "
+        "or give another `snapshot_dir`."
+    )
+
+
+# A lock that lets one server at a time keep its snapshots at a path.
+#
+# A file beside the snapshot is locked (`flock`) while the server runs. The system
+# releases the lock when the process ends in any way; a file that is left over locks
+# nothing.
+
+_PAUSE_SECONDS = 0.05
+# Errors of file systems without locks.
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
+
+class SnapshotLock:
+    """The right to keep a snapshot at a path, held from the constructor to `release`.
+
+    Args:
+        path: The snapshot's; its folder is made if it isn't there.
+        seconds: How long to wait for it: a server that was killed may take a moment to
+            end when the next one runs already.
+
+    Raises:
+        SnapshotError: Another process holds it, or the folder can't be written to.
+    """
+
+    def __init__(self, path: Path, seconds: float = 2.0) -> None:
+        self._path = path.with_name(f".{path.name}.lock")
+        self._descriptor = -1
+        deadline = Deadline(seconds)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._take():
+                if deadline.expired:
+                    raise SnapshotError(
+                        f"Another server keeps its snapshots at {path}: "
+                        f"{self._owner()}. "
+                        f"Received: snapshot_dir={str(path.parent)!r}. Give each job a "
+                        "folder of its own; if it is the one that this server "
+                        "replaces, end it first."
+                    )
+                time.sleep(_PAUSE_SECONDS)
+        except OSError as error:
+            raise SnapshotError(
+                f"A snapshot can't be written to {path}: {error.strerror or error}. Is "
+                "there room, and may this process write there?"
+            ) from error
+        # A forked child would hold the lock while it runs.
+        close_in_children(self)
+
+    def _take(self) -> bool:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                log.log_in_background(
+                    logging.WARNING,
+                    "kerasdist: %s can't be locked (%s): take care that no other job "
+                    "has this `snapshot_dir`.",
+                    *(self._path, error.strerror),
+                )
+            else:
+                os.close(descriptor)
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise
+                return False
+        # Another server may have removed the file before it released the lock.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(self._path)):
+                owner = {"process": os.getpid(), "host": socket.gethostname()}
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+                self._descriptor = descriptor
+                return True
+        os.close(descriptor)
+        return False
+
+    def _owner(self) -> str:
+        try:
+            owner = json.loads(self._path.read_bytes()[:1000])
+            return f"process {owner['process']} on {owner['host']}"
+        except (OSError, ValueError, LookupError, TypeError):
+            return "an unknown process"
+
+    def release(self) -> None:
+        """Release the lock, and remove the file. Can be called twice."""
+        if self._descriptor >= 0:
+            # While it's still locked: no other server may take it in between.
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptor only."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+_CLOSE_SECONDS = 60.0
+# A job that is idle needs no more snapshots; the thread looks this often.
+_LONGEST_WAIT = 3600.0
+
+
+class Snapshotter:
+    """Writes snapshots of one server's tables.
+
+    Args:
+        server: Index of the server.
+        servers: Number of servers.
+        settings: `snapshot_dir` and the intervals.
+        membership: The workers.
+        tables: The tables.
+
+    Attributes:
+        written: Number of snapshots written.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        servers: int,
+        settings: ServerSettings,
+        membership: Membership,
+        tables: ServedTables,
+    ) -> None:
+        self.written = 0
+        self.path = path_of(str(settings.snapshot_dir), server)
+        self._server = server
+        self._servers = servers
+        self._settings = settings
+        self._membership = membership
+        self._tables = tables
+        self._changed = threading.Condition()
+        self._requested = False
+        self._due = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._lock: SnapshotLock | None = None
+
+    def resume(self) -> bool:
+        """Restore the tables from the snapshot; return False if there is none.
+
+        From now on no other server can keep its snapshots there. The workers of the
+        snapshot are away until they reconnect.
+
+        Raises:
+            SnapshotError: It can't be used, or another server uses it.
+        """
+        self._lock = SnapshotLock(self.path)
+        try:
+            remove_leftovers(self.path)
+            return self._resume()
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _resume(self) -> bool:
+        found = read_snapshot(self.path)
+        if found is None:
+            return False
+        header, arrays = found
+        mine = self._job()
+        theirs = header.get("job")
+        if theirs != mine:
+            raise SnapshotError(
+                f"The snapshot {self.path} is of another job. Received: {theirs}, "
+                f"expected {mine}. Remove it to start from scratch, or give another "
+                "`snapshot_dir`."
+            )
+        try:
+            self._take(header, arrays)
+        except (KeyError, TypeError, ValueError, IndexError, ProtocolError) as error:
+            raise SnapshotError(
+                f"The snapshot {self.path} can't be used: {type(error).__name__}: "
+                f"{error}. Remove it to start from scratch, or give another "
+                "`snapshot_dir`."
+            ) from error
+        log.log_in_background(
+            logging.WARNING,
+            "kerasdist: server %d continues from its snapshot %s (%d updates), not "
+            "from the script's initial weights. To start from scratch, end the job and "
+            "remove that file.",
+            *(self._server, self.path, self._tables.updates),
+        )
+        return True
+
+    def _job(self) -> dict[str, Any]:
+        return {
+            "server": self._server,
+            "servers": self._servers,
+            "size": len(self._membership.workers),
+            "settings": self._settings.agreed(),
+        }
+
+    def _take(self, header: dict[str, Any], arrays: list[Array]) -> None:
+        left = list(arrays)
+        for number, record in header["tables"].items():
+            layout = Layout.from_json(record["variables"], self._servers)
+            bound = self._settings.max_staleness
+            served = ServedTable(layout, self._server, [], bound)
+            own = [*served.table.dense, *served.table.rows, *served.table.versions]
+            for mine in own:
+                array = left.pop(0)
+                if array.shape != mine.shape or array.dtype != mine.dtype:
+                    raise ValueError(f"an unexpected array of shape {array.shape}")
+                mine[...] = array
+            served.table.version = int(record["version"])
+            for rank, clock in record["clocks"].items():
+                served.clocks.join(int(rank), int(clock))
+            for rank, (incarnation, clock) in record["applied"].items():
+                served.applied[int(rank)] = (str(incarnation), int(clock))
+                if served.clocks.clock(int(rank)) is not None:
+                    served.clocks.tick(int(rank), int(clock))
+            self._tables.tables[int(number)] = served
+        for record in header["workers"]:
+            state = "away" if record["state"] == "live" else str(record["state"])
+            rank = int(record["rank"])
+            self._membership.workers[rank] = WorkerRecord(
+                rank,
+                str(record["address"]),
+                str(record["incarnation"]),
+                int(record["replicas"]),
+                state,
+                int(record["met"]),
+                int(record["clock"]),
+                returned=True,
+            )
+        self._tables.updates = int(header["updates"])
+        seed = header.get("board", {}).get("seed", self._tables.seed)
+        self._tables.seed = int(seed)
+
+    def start(self) -> None:
+        """Begin to write snapshots."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"kerasdist-keeper {self._server}", daemon=True
+        )
+        self._thread.start()
+
+    def request(self, *, at_once: bool = False) -> None:
+        """Wake the thread after a change, to write a snapshot if one is due.
+
+        Args:
+            at_once: Whether one is due at once: a table is new, or a worker.
+        """
+        if self._settings.snapshot_updates is None and not at_once:
+            return
+        with self._changed:
+            self._requested = True
+            self._due = self._due or at_once
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        seconds, updates = (
+            self._settings.snapshot_seconds,
+            self._settings.snapshot_updates,
+        )
+        at, count, tables = time.monotonic(), self._tables.updates, 0
+        while True:
+            left = _LONGEST_WAIT
+            if seconds is not None:
+                left = max(0.0, at + seconds - time.monotonic())
+            with self._changed:
+                self._changed.wait_for(lambda: self._requested or self._closed, left)
+                self._requested = False
+                due, self._due = self._due, False
+                if self._closed:
+                    return
+            done = self._tables.updates
+            late = seconds is not None and time.monotonic() - at >= seconds
+            many = updates is not None and done - count >= updates
+            # A table's first values at once: from then on the server can be restarted.
+            new = due or len(self._tables.tables) != tables
+            if new or many or (late and done != count):
+                tables = len(self._tables.tables)
+                try:
+                    self.write()
+                except SnapshotError as error:
+                    self._log(error)
+                count = done
+                at = time.monotonic()
+            elif late:
+                at = time.monotonic()
+
+    def write(self) -> int:
+        """Write a snapshot now; return its number of bytes.
+
+        Raises:
+            SnapshotError: It can't be written; the last one is unchanged.
+        """
+        members = self._membership
+        with members.changed:
+            every = dict(self._tables.tables)
+            clocks = {number: dict(s.clocks.live) for number, s in every.items()}
+            workers = [
+                {
+                    "rank": worker.rank,
+                    "address": worker.address,
+                    "incarnation": worker.incarnation,
+                    "replicas": worker.replicas,
+                    "state": "live" if worker.state == "away" else worker.state,
+                    "met": worker.met,
+                    "clock": worker.clock,
+                }
+                for worker in members.workers
+            ]
+        tables = {}
+        arrays: list[Array] = []
+        for number, served in every.items():
+            with served.lock:
+                arrays += served.whole()
+                arrays += [versions.copy() for versions in served.table.versions]
+                tables[str(number)] = {
+                    "variables": served.layout.to_json(),
+                    "version": served.table.version,
+                    "clocks": {str(r): c for r, c in clocks[number].items()},
+                    "applied": {str(r): list(a) for r, a in served.applied.items()},
+                }
+        header = {
+            "job": self._job(),
+            "tables": tables,
+            "workers": workers,
+            "updates": self._tables.updates,
+            "board": {"seed": self._tables.seed},
+        }
+        size = write_snapshot(self.path, header, arrays)
+        self.written += 1
+        return size
+
+    def close(self, *, finished: bool) -> None:
+        """End the thread.
+
+        Args:
+            finished: Whether the job has ended well: then the snapshot is removed.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
+        if finished:
+            try:
+                remove_snapshot(self.path)
+            except SnapshotError as error:
+                self._log(error)
+        # A thread that hangs in a dead network disk may still write there.
+        ended = self._thread is None or not self._thread.is_alive()
+        if self._lock is not None and ended:
+            self._lock.release()
+
+    def _log(self, error: SnapshotError) -> None:
+        log.log_in_background(
+            logging.ERROR, "kerasdist: server %d: %s", self._server, error
+        )

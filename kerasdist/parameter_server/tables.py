@@ -1,0 +1,401 @@
+"""The tables of one server, as its workers' threads use them.
+
+    r: a worker that has finished step c     T: this server's part of a table
+
+    1. r -> server   the changes of step c, and the version of its last read
+    2. server        adds them to T, once: a change that was added before (its reply
+                     was lost) isn't added again
+    3. server        sets r's clock to c
+    4. server        waits until r may continue (`parameter_server.served_table`)
+    5. server -> r   T's dense values, and the rows changed since that version
+
+All changes of a finished step are in T before its clock ticks: so a worker that may
+continue reads them. If r may continue at once, 2. and 5. are one pass over the memory.
+
+Locks: `Membership.changed` guards the clocks, `ServedTable.lock` the numbers. No thread
+holds both, or one of them while it sends or receives.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kerasdist import errors
+from kerasdist.collectives.row_exchange import Array, octets
+from kerasdist.parameter_server.layout import Layout, ServerSettings
+from kerasdist.parameter_server.membership import Membership, WorkerRecord
+from kerasdist.parameter_server.served_table import Place, ServedTable
+from kerasdist.transport.deadline import Deadline
+
+Reply = tuple[dict[str, Any], list[Array]]
+
+
+class ServedTables:
+    """The tables of one server. Safe for threads.
+
+    Args:
+        server: Index of the server.
+        servers: Number of servers.
+        settings: The job's settings.
+        membership: The workers.
+        on_table: Called with the layout of each new table.
+
+    Attributes:
+        mode: As in `settings`.
+        updates: Number of updates of all tables.
+        seed: Random; that of server 0 is the workers'.
+        first_values: Those of variables that steps create, by number, until all
+            workers have them.
+    """
+
+    def __init__(
+        self,
+        server: int,
+        servers: int,
+        settings: ServerSettings,
+        membership: Membership,
+        on_table: Callable[[Layout], None] | None = None,
+    ) -> None:
+        self.mode = settings.mode
+        self.updates = 0
+        self.tables: dict[int, ServedTable] = {}
+        self.seed = secrets.randbits(31)
+        self.first_values: dict[int, Array] = {}
+        # How many of them each worker has asked for.
+        self._asked: dict[int, int] = {}
+        self._server = server
+        self._servers = servers
+        self._max_staleness = settings.max_staleness
+        self._membership = membership
+        self._on_table = on_table
+
+    # For workers.
+
+    def open(
+        self,
+        worker: WorkerRecord,
+        number: int,
+        variables: Any,
+        parts: Sequence[Array],
+        deadline: Deadline,
+        *,
+        has_values: bool,
+    ) -> Reply:
+        """Open a table for a worker.
+
+        Args:
+            worker: The worker.
+            number: The table's number: all workers open theirs in one order, from 0.
+            variables: `Layout.to_json` of its layout.
+            parts: The first values (`Layout.cut`), if it `has_values`. They count only
+                if the table is new.
+            deadline: When to give up waiting for a worker that has values.
+            has_values: Whether the worker sends first values: only the chief does if
+                all open the table together.
+
+        Returns:
+            The present values, with "crc" (of their bytes), "version" and "clock".
+
+        Raises:
+            CollectiveError: The job's failure; workers have different models.
+        """
+        members = self._membership
+        layout = Layout.from_json(variables, self._servers)
+        made = None
+        with members.changed:
+            self._check(worker)
+            self._check_joiner(worker, number, layout)
+            if not 0 <= number <= len(self.tables) and has_values:
+                raise errors.ProtocolError(
+                    f"Tables are opened in order. Received: table={number}; there are "
+                    f"{len(self.tables)}."
+                )
+            if number not in self.tables and has_values:
+                ranks = [p.rank for p in members.live() if not p.joining]
+                made = ServedTable(layout, self._server, ranks, self._max_staleness)
+                made.table.load(parts)
+                self.tables[number] = made
+                members.changed.notify_all()
+            while number not in self.tables:
+                self._check(worker)
+                if members.workers[0].state in ("lost", "finished"):
+                    chief = members.workers[0]
+                    raise members.fail(
+                        errors.WorkerLost(
+                            0,
+                            chief.address,
+                            0,
+                            "it left before it sent the first values of a table",
+                        )
+                    )
+                if deadline.expired:
+                    raise members.fail(
+                        errors.CollectiveTimeout(
+                            f"The chief, {members.workers[0]}, sent no first values "
+                            f"of table {number} within {deadline.seconds:g} s; "
+                            f"{worker} waited. Do all workers build the same models in "
+                            "the same order? Give it more time with `timeout=`."
+                        )
+                    )
+                members.changed.wait(deadline.remaining())
+            served = self.tables[number]
+            if served.layout.fingerprint != layout.fingerprint:
+                raise members.fail(
+                    errors.CollectiveMismatch(
+                        f"{worker} has another model than the server's table "
+                        f"{number}. Received: {layout.difference(served.layout)}. All "
+                        "workers must build the same model; a server that continues "
+                        "from a snapshot of another model needs another "
+                        "`snapshot_dir`, or an empty one."
+                    )
+                )
+            if served.clocks.clock(worker.rank) is None:
+                served.clocks.join(worker.rank)
+            clock = served.clocks.clock(worker.rank)
+        if made is not None and self._on_table is not None:
+            self._on_table(layout)
+        with served.lock:
+            values = served.whole()
+            version = served.table.version
+        crc = 0
+        for array in values:
+            crc = zlib.crc32(octets(array), crc)
+        return {"crc": crc, "version": version, "clock": clock}, values
+
+    def first_value(
+        self, worker: WorkerRecord, number: int, value: Array
+    ) -> list[Array]:
+        """Return the first value that a worker has sent for a new variable.
+
+        Steps create variables at different times on different workers.
+
+        Args:
+            worker: The worker.
+            number: The variable's number: all create theirs in one order, from 0.
+            value: The worker's own value.
+
+        Returns:
+            The value alone in a list; nothing if all workers of that time have it: then
+            a table has newer ones.
+
+        Raises:
+            CollectiveError: The job's failure; workers have different models.
+        """
+        members = self._membership
+        with members.changed:
+            self._check(worker)
+            if number < self._asked.get(worker.rank, 0):
+                return []  # a process that was started again
+            self._asked[worker.rank] = number + 1
+            known = self.first_values.setdefault(number, np.array(value))
+            if (known.shape, known.dtype) != (value.shape, value.dtype):
+                raise members.fail(
+                    errors.CollectiveMismatch(
+                        f"{worker} creates another variable {number} in a step than "
+                        f"the others. Received: shape {value.shape}, dtype "
+                        f"{value.dtype}; theirs has shape {known.shape}, dtype "
+                        f"{known.dtype}. All workers must build the same model."
+                    )
+                )
+            asked = [self._asked.get(each.rank, 0) for each in members.live()]
+            for done in [n for n in self.first_values if n < min(asked)]:
+                del self.first_values[done]
+        return [known]
+
+    def push(
+        self,
+        worker: WorkerRecord,
+        number: int,
+        clock: int,
+        since: int,
+        parts: Sequence[Array],
+        place: Place,
+        deadline: Deadline,
+    ) -> Reply:
+        """Add a step's changes, wait until the worker may continue, read.
+
+        Args:
+            worker: The worker.
+            number: The table's number.
+            clock: The step that it has finished with these changes.
+            since: The version of its last read; -1: none, it needs all rows.
+            parts: The changes, see `Table.add`.
+            place: Makes arrays in the next reply.
+            deadline: When to give up waiting for slower workers.
+
+        Raises:
+            CollectiveError: The job's failure; others were too slow.
+            ProtocolError: The changes don't fit.
+        """
+        served = self._find(number)
+        served.table.check(parts)
+        began = time.monotonic()
+        with self._membership.changed:
+            self._check(worker)
+            at_once = served.clocks.may_read(worker.rank, clock)
+            staleness = served.clocks.staleness(worker.rank, clock)
+            least = served.clocks.least
+        answer: list[Array] = []
+        with served.lock:
+            seen = served.applied.get(worker.rank)
+            again = (
+                seen is not None and seen[0] == worker.incarnation and seen[1] >= clock
+            )
+            if at_once:
+                answer = place(served.dense_specs())
+            if again:
+                served.table.read(answer) if at_once else None
+            else:
+                served.table.add(parts, answer if at_once else None)
+                served.applied[worker.rank] = (worker.incarnation, clock)
+                self.updates += 1
+            if at_once:
+                answer += served.changed_rows(since)
+                version = served.table.version
+        with self._membership.changed:
+            served.clocks.tick(worker.rank, clock)
+            worker.clock = max(worker.clock, clock)
+            self._membership.changed.notify_all()
+            if not at_once:
+                self._wait(served, worker, clock, deadline)
+                staleness = served.clocks.staleness(worker.rank, clock)
+                least = served.clocks.least
+            served.clocks.observe(worker.rank, staleness)
+        if not at_once:
+            version, answer = served.read(since, place)
+        meta = {
+            "version": version,
+            "staleness": staleness,
+            "least": least,
+            "waited": 0.0 if at_once else time.monotonic() - began,
+        }
+        return meta, answer
+
+    def pull(
+        self, worker: WorkerRecord, number: int, since: int, place: Place
+    ) -> Reply:
+        """Read without pushing: it doesn't wait, and no clock ticks.
+
+        Args and raises as `push`.
+        """
+        served = self._find(number)
+        with self._membership.changed:
+            self._check(worker)
+            least = served.clocks.least
+            staleness = served.clocks.staleness(worker.rank, worker.clock)
+        version, answer = served.read(since, place)
+        meta = {
+            "version": version,
+            "staleness": staleness,
+            "least": least,
+            "waited": 0.0,
+        }
+        return meta, answer
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return statistics of each table, as JSON values."""
+        with self._membership.changed:
+            return [
+                {
+                    "table": number,
+                    "bytes": served.table.nbytes,
+                    "version": served.table.version,
+                    "clocks": {str(r): c for r, c in served.clocks.live.items()},
+                    "observed": {
+                        str(rank): {str(s): n for s, n in sorted(counts.items())}
+                        for rank, counts in sorted(served.clocks.observed.items())
+                    },
+                }
+                for number, served in sorted(self.tables.items())
+            ]
+
+    # For collectives and for workers' events; all under `Membership.changed`.
+
+    def park(self, rank: int) -> None:
+        """Park the clocks of a worker that waits in a collective."""
+        for served in self.tables.values():
+            served.clocks.park(rank)
+
+    def align(self, ranks: Sequence[int]) -> None:
+        """Let these workers go on after a collective."""
+        for served in self.tables.values():
+            served.clocks.align(ranks)
+
+    def drop(self, rank: int) -> None:
+        """Remove a worker from the clocks of all tables."""
+        for served in self.tables.values():
+            served.clocks.drop(rank)
+
+    def clocks_of(self, rank: int) -> dict[str, int]:
+        """Return a worker's clock in each table that it uses."""
+        found = {str(n): served.clocks.clock(rank) for n, served in self.tables.items()}
+        return {number: clock for number, clock in found.items() if clock is not None}
+
+    def return_at(self, rank: int, clocks: Mapping[int, int]) -> None:
+        """Restore a worker's clocks when it reconnects to a restarted server."""
+        for number, clock in clocks.items():
+            served = self.tables.get(number)
+            if served is not None:
+                known = served.clocks.clock(rank) or 0
+                served.clocks.join(rank, max(known, clock))
+
+    # Inside.
+
+    def _find(self, number: int) -> ServedTable:
+        served = self.tables.get(number)
+        if served is None:
+            raise errors.ProtocolError(
+                f"There is no such table. Received: table={number}; known are "
+                f"{sorted(self.tables)}."
+            )
+        return served
+
+    def _check_joiner(self, worker: WorkerRecord, number: int, layout: Layout) -> None:
+        """Refuse a joining worker whose model differs; the others continue.
+
+        Raises:
+            CollectiveMismatch: It differs.
+        """
+        if not worker.joining:
+            return
+        served = self.tables.get(number)
+        if served is None or served.layout.fingerprint != layout.fingerprint:
+            raise errors.CollectiveMismatch(
+                f"{worker} can't join: it has another model than the others, or trains "
+                "it at another place. All workers must run the same script."
+            )
+
+    def _check(self, worker: WorkerRecord) -> None:
+        if self._membership.failure is not None:
+            raise self._membership.failure
+        if (
+            self._membership.workers[worker.rank] is not worker
+            or worker.state != "live"
+        ):
+            raise errors.TransportClosed(f"{worker} was lost.")
+
+    def _wait(
+        self, served: ServedTable, worker: WorkerRecord, clock: int, deadline: Deadline
+    ) -> None:
+        while not served.clocks.may_read(worker.rank, clock):
+            self._check(worker)
+            if deadline.expired:
+                slow = served.clocks.blocking(worker.rank, clock)
+                names = " and ".join(str(self._membership.workers[r]) for r in slow)
+                raise self._membership.fail(
+                    errors.CollectiveTimeout(
+                        f"{worker} has finished step {clock} and waited for {names} "
+                        f"for {deadline.seconds:g} s (max_staleness="
+                        f"{served.clocks.max_staleness}). The process is alive: is it "
+                        "still busy with work of its own? Give it more time with "
+                        "`timeout=`."
+                    )
+                )
+            self._membership.changed.wait(deadline.remaining())
+        self._check(worker)

@@ -1,4 +1,0 @@
-"""A parameter server: its workers, their requests, and their collectives.
-
-The arrays themselves are in `ps.tables`.
-"""

@@ -1,0 +1,493 @@
+"""The launcher's process, `kerasdist run`, and what it shows and reports.
+
+It is a new interpreter in a session of its own: neither Ctrl-C in a terminal nor the
+interrupt of a notebook reaches it, but from here. When this process ends, the launcher
+ends the job: see `kerasdist.cli.run.function`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Any, TextIO
+
+import cloudpickle
+
+from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
+
+# The result of one task, in the unnamed file that it inherits from the launcher.
+#
+#     kind    one byte: a value, or an error
+#     length  8 bytes
+#     pickle  the value; of an error a dictionary of plain data
+#
+# Kind and length are written last: a file without them isn't whole.
+
+# The pickling of functions and results: cloudpickle, with two exceptions.
+#
+# cloudpickle takes functions and classes of `__main__`, of a notebook's cells, lambdas
+# and closures by value, those of other modules by name. Here code keeps the file's
+# name, and `History` is pickled without its model.
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        # It holds the model, with its strategy. Most who return it want the numbers.
+        keras = sys.modules.get("keras")
+        if keras is not None and type(obj) is keras.callbacks.History:
+            return make_history, (obj.history, obj.epoch, obj.params)
+        if isinstance(obj, types.CodeType):
+            # cloudpickle leaves the name of the file out since version 3.1.3. Without
+            # it tracebacks have no lines, and `tf.function` can't convert the code.
+            make, args = self.dispatch_table[types.CodeType](obj)
+            return make_code, (make, args, obj.co_filename)
+        return super().reducer_override(obj)
+
+
+def dump(value: Any, file: IO[bytes]) -> None:
+    """Pickle a value into a file.
+
+    Raises:
+        Exception: It can't be pickled; classes raise what they like.
+    """
+    _Pickler(file).dump(value)
+
+
+def make_code(
+    make: Callable[..., types.CodeType], args: tuple[Any, ...], filename: str
+) -> types.CodeType:
+    """Return a code object with the name of its file."""
+    return make(*args).replace(co_filename=filename)
+
+
+def make_history(
+    history: dict[str, list[Any]], epoch: list[int], params: dict[str, Any] | None
+) -> Any:
+    """Return a `keras.callbacks.History` without a model."""
+    made = importlib.import_module("keras").callbacks.History()
+    made.set_params(params)
+    made.history = history
+    made.epoch = epoch
+    return made
+
+
+_HEAD = struct.Struct(">cQ")
+_VALUE, _ERROR = b"V", b"E"
+_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteError:
+    """The error of a task.
+
+    Attributes:
+        stage: Where it was raised: `"load"` of the function, its `"call"`, or the
+            pickling of its `"result"`.
+        message: Its class and message.
+        traceback: Its traceback, as Python prints it.
+        result: Of the stage `"result"` the type of the result.
+        pickled: The exception; None if it can't be pickled.
+    """
+
+    stage: str
+    message: str
+    traceback: str
+    result: str
+    pickled: bytes | None
+
+    def exception(self) -> BaseException | None:
+        """Return the exception; None if it can't be made here."""
+        if self.pickled is None:
+            return None
+        try:
+            found = pickle.loads(self.pickled)
+        except Exception:  # constructors raise what they like
+            return None
+        return found if isinstance(found, BaseException) else None
+
+
+def write_value(descriptor: int, value: Any) -> None:
+    """Write the value that the function has returned.
+
+    Raises:
+        Exception: It can't be pickled, or written; classes raise what they like.
+    """
+    with _written(descriptor, _VALUE) as file:
+        dump(value, file)
+
+
+def write_error(
+    descriptor: int, stage: str, error: BaseException, result: str = ""
+) -> None:
+    """Write an error.
+
+    Args:
+        descriptor: Of the result's file.
+        stage: See `RemoteError`.
+        error: The error.
+        result: See `RemoteError`.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    frames = frames_of_user(error.__traceback__)
+    text = traceback.format_exception(type(error), error, frames)
+    pickled: bytes | None
+    try:
+        buffer = io.BytesIO()
+        dump(error, buffer)
+        pickled = buffer.getvalue()
+    except Exception:  # classes raise what they like
+        pickled = None
+    found = RemoteError(
+        stage=stage,
+        message="".join(traceback.format_exception_only(type(error), error)).strip(),
+        traceback="".join(text).rstrip(),
+        result=result,
+        pickled=pickled,
+    )
+    with _written(descriptor, _ERROR) as file:
+        pickle.dump(dataclasses.asdict(found), file)
+
+
+def frames_of_user(frames: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the first frame on that isn't of this package."""
+    while frames is not None:
+        name = frames.tb_frame.f_code.co_filename
+        if not (name.startswith(_HERE) or name == "<frozen runpy>"):
+            return frames
+        frames = frames.tb_next
+    return None
+
+
+@contextlib.contextmanager
+def _written(descriptor: int, kind: bytes) -> Iterator[IO[bytes]]:
+    """Yield a file whose content is the pickle; at the block's end it is whole."""
+    os.ftruncate(descriptor, 0)
+    file = os.fdopen(os.dup(descriptor), "wb")
+    try:
+        file.seek(_HEAD.size)
+        yield file
+        file.flush()
+        length = file.tell() - _HEAD.size
+    except BaseException:
+        # On a full disk this makes room for the error.
+        os.ftruncate(descriptor, 0)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            file.close()
+    os.pwrite(descriptor, _HEAD.pack(kind, length), 0)
+
+
+def read_result(file: IO[bytes]) -> tuple[Any] | RemoteError | None:
+    """Return the value in a tuple, or the error; None if the file isn't whole.
+
+    Raises:
+        Exception: The value can't be unpickled; classes raise what they like.
+    """
+    if _kind(file) == _VALUE:
+        return (pickle.load(file),)
+    return read_error(file)
+
+
+def read_error(file: IO[bytes]) -> RemoteError | None:
+    """Return the error; None if there is a value, or the file isn't whole."""
+    return RemoteError(**pickle.load(file)) if _kind(file) == _ERROR else None
+
+
+def _kind(file: IO[bytes]) -> bytes | None:
+    """Return the kind of a whole file, and go to its pickle."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return None
+    kind, length = _HEAD.unpack(head)
+    return bytes(kind) if size == _HEAD.size + length else None
+
+
+# The variables that name inherited descriptors: of the call, the results, the outcome.
+#
+#     1. caller     gives the launcher the file with the call, and a socket
+#     2. launcher   gives each task that file, and an unnamed one for its result
+#     3. launcher   sends through the socket how each task ended, and its result's file
+#
+# Nothing has a name that another process could open; to other hosts both files are sent
+# through ssh.
+
+CALL_VARIABLE = "KERASDIST_CALL_FD"
+RESULT_VARIABLE = "KERASDIST_RESULT_FD"
+OUTCOME_VARIABLE = "KERASDIST_OUTCOME_FD"
+
+
+_MOST = 65536
+# Seconds for the rest of the output after the launcher has ended, and for the end of a
+# launcher that was told to end: its own limits add up to less.
+_OUTPUT = 10.0
+_END = 20.0
+# The first Ctrl-C interrupts the functions, the second ends them at once.
+_KILL_AT = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskEnd:
+    """The end of one task.
+
+    Attributes:
+        kind: "worker" or "ps", as `TF_CONFIG` has it.
+        index: Index among those; of a worker its rank.
+        code: Its exit code, negative for a signal.
+        ended: How it ended, in words.
+        by_launcher: Whether the launcher ended it, because of another one.
+        first: Whether it caused the job's failure.
+        file: The file with its result.
+    """
+
+    kind: str
+    index: int
+    code: int | None
+    ended: str
+    by_launcher: bool
+    first: bool
+    file: IO[bytes]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Outcome:
+    """The end of a job.
+
+    Attributes:
+        code: The launcher's exit code, negative for a signal.
+        faults: Why nothing was started.
+        tasks: The end of each task.
+    """
+
+    code: int = 0
+    faults: list[str] = dataclasses.field(default_factory=list)
+    tasks: list[TaskEnd] = dataclasses.field(default_factory=list)
+
+    def take(self, message: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Take a message of the launcher."""
+        self.faults += message.get("faults", [])
+        if descriptors:
+            file = os.fdopen(descriptors[0], "rb")
+            self.tasks.append(TaskEnd(**message, file=file))
+
+    def close(self) -> None:
+        """Close the files of the results."""
+        for task in self.tasks:
+            task.file.close()
+
+
+def launch(options: Sequence[str], environ: Mapping[str, str], call: int) -> Outcome:
+    """Run the launcher to its end, and show what the chief writes.
+
+    Args:
+        options: What follows `kerasdist run`.
+        environ: The environment of the launcher and the workers.
+        call: Descriptor of the file with the call.
+
+    Raises:
+        OSError: It can't be started.
+        KeyboardInterrupt: Ctrl-C; the job has ended.
+    """
+    outcome = Outcome()
+    try:
+        _run(options, environ, call, outcome)
+    except BaseException:
+        outcome.close()
+        raise
+    return outcome
+
+
+def _run(
+    options: Sequence[str], environ: Mapping[str, str], call: int, outcome: Outcome
+) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, _Interrupts() as interrupts, contextlib.ExitStack() as undo:
+        descriptors = (call, theirs.fileno())
+        streams = _Streams()
+        process = subprocess.Popen(
+            [
+                # Nothing of the working folder is imported.
+                *(sys.executable, "-P", "-m", "kerasdist.cli.run.function"),
+                str(os.getpid()),
+                *options,
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=streams.target(sys.stdout, sys.__stdout__, 1),
+            stderr=streams.target(sys.stderr, sys.__stderr__, 2),
+            bufsize=0,
+            env={
+                **_importing(environ),
+                CALL_VARIABLE: descriptor_in_words(call),
+                OUTCOME_VARIABLE: descriptor_in_words(theirs.fileno()),
+            },
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        undo.enter_context(_ended(process))
+        theirs.close()
+        interrupts.to(process)
+        streams.follow(process, ours, outcome)
+        outcome.code = process.wait(_END)
+
+
+def _importing(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which Python finds this package."""
+    found = dict(environ)
+    home = Path(__file__).resolve().parents[2]
+    if home.name not in ("site-packages", "dist-packages"):
+        paths = [str(home), *filter(None, [environ.get("PYTHONPATH")])]
+        found["PYTHONPATH"] = os.pathsep.join(paths)
+    return found
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End a process with the block, if it still runs, and close its pipes."""
+    try:
+        yield
+    finally:
+        for number, seconds in ((signal.SIGHUP, _END), (signal.SIGKILL, None)):
+            if process.poll() is None:
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(seconds)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class _Interrupts:
+    """Passes SIGINT on to the launcher; at the end it has its usual effect here."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received: list[tuple[int, FrameType | None]] = []
+        self._before: Callable[[int, FrameType | None], Any] | None = None
+
+    def __enter__(self) -> _Interrupts:
+        # Other threads aren't interrupted, and can't have handlers.
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                self._before = before
+                signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, kind: object, error: object, frames: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            if self._received and error is None:
+                # It raises KeyboardInterrupt, unless the user has another handler.
+                self._before(*self._received[0])
+
+    def to(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass them on to this process, also those that have arrived."""
+        self._process = process
+        if self._received:
+            self._pass_on()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._received.append((number, frame))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._process is not None:
+            kill = len(self._received) >= _KILL_AT
+            self._process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
+
+
+class _Streams:
+    """Writes the launcher's output to `sys.stdout` and `sys.stderr`.
+
+    In a script the launcher writes by itself to the same terminal or file. In a
+    notebook, where output belongs to a cell, it writes to a pipe.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[int, TextIO] = {}
+
+    def target(
+        self, stream: TextIO | None, original: TextIO | None, descriptor: int
+    ) -> int | None:
+        """Return what `Popen` needs for a stream.
+
+        Args:
+            stream: Where it is to be written.
+            original: What the stream was when the interpreter started.
+            descriptor: The stream's descriptor then.
+        """
+        if stream is None:
+            return subprocess.DEVNULL
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+            if stream is original and stream.fileno() == descriptor:
+                return None
+        self._streams[descriptor] = stream
+        return subprocess.PIPE
+
+    def follow(
+        self, process: subprocess.Popen[bytes], sock: socket.socket, outcome: Outcome
+    ) -> None:
+        """Copy output and take messages until the launcher has ended."""
+        pipes = {1: process.stdout, 2: process.stderr}
+        new_decoder = codecs.getincrementaldecoder("utf-8")
+        until: float | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(sock, selectors.EVENT_READ)
+            for descriptor, stream in self._streams.items():
+                decoder = new_decoder(errors="replace")
+                selector.register(
+                    pipes[descriptor] or 0, selectors.EVENT_READ, (stream, decoder)
+                )
+            while selector.get_map():
+                for key, _ in selector.select(0.5):
+                    if key.data is None:
+                        goes_on = self._receive(sock, outcome)
+                    else:
+                        goes_on = self._copy(key.fd, *key.data)
+                    if not goes_on:
+                        selector.unregister(key.fileobj)
+                if process.poll() is not None:
+                    # A process that has escaped may hold a pipe.
+                    until = until or time.monotonic() + _OUTPUT
+                    if time.monotonic() > until:
+                        return
+
+    @staticmethod
+    def _receive(sock: socket.socket, outcome: Outcome) -> bool:
+        data, descriptors, _, _ = socket.recv_fds(sock, _MOST, 1)
+        if data:
+            outcome.take(json.loads(data), descriptors)
+        return bool(data)
+
+    @staticmethod
+    def _copy(descriptor: int, stream: TextIO, decoder: Any) -> bool:
+        data = os.read(descriptor, _MOST)
+        text = decoder.decode(data, final=not data)
+        if text:
+            stream.write(text)
+            stream.flush()
+        return bool(data)

@@ -1,0 +1,297 @@
+"""Sums over one worker's replicas by TensorFlow's collectives, on their devices.
+
+    replica 0   gradients ─ bucket ─┐  ┌─ sum
+    replica 1   gradients ─ bucket ─┼──┼─ sum      one group of this process's devices
+    replica 2   gradients ─ bucket ─┘  └─ sum
+
+TensorFlow matches the operations of one collective by an instance key: a number that a
+variable counts. No server is needed, since all devices are this process's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist.collectives import Communicator
+from kerasdist.strategies.options import StrategyJob
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+
+# The choice of where replicas and workers add their gradients, and what is said of it.
+#
+# one worker, several GPUs       on the GPUs, by NCCL
+# several workers                each worker's GPUs by NCCL, then through host memory
+# several workers, "native"      over all GPUs, by NCCL
+# devices of the CPU             in host memory, where they are anyway
+
+_LOG = logging.getLogger("kerasdist")
+_CHOICES = ("auto", "device", "host")
+_NATIVE = (
+    " transport='native' lets NCCL transfer them between GPUs; neither the job's "
+    "secret nor TLS protects NCCL and TensorFlow's servers, which "
+    "KERASDIST_ALLOW_OPEN_SERVERS=1 accepts."
+)
+
+
+def check_reduction(option: str) -> None:
+    """Check the argument `local_reduction`.
+
+    Raises:
+        ValueError: It's another one.
+    """
+    if option not in _CHOICES:
+        raise ValueError(
+            "`local_reduction` must be 'auto', 'device' or 'host'. Received: "
+            f"local_reduction={option!r}."
+        )
+
+
+def sums_on_devices(option: str, devices: Sequence[str]) -> bool:
+    """Return whether a worker's replicas are added on their devices.
+
+    Args:
+        option: The argument `local_reduction`.
+        devices: Canonical names of the worker's devices, one per replica.
+
+    Raises:
+        ValueError: The devices are of two kinds, which can't be added on them.
+    """
+    kinds = {name.rpartition(":")[0] for name in devices}
+    if len(devices) == 1 or option == "host":
+        return False
+    if option == "auto":
+        return len(kinds) == 1 and _are_gpus(devices)
+    if len(kinds) > 1:
+        raise ValueError(
+            "Gradients can be added on devices of one kind only. Received: "
+            f"local_reduction='device' with devices={list(devices)}. Use 'host', or "
+            "GPUs alone."
+        )
+    return True
+
+
+def communication_hint(device: str) -> str:
+    """Return the implementation of TensorFlow's collectives for a kind of device.
+
+    NCCL needs a physical GPU for each device; parts of one use TensorFlow's ring.
+    """
+    if ":GPU:" not in device:
+        return "ring"
+    physical = tf.config.list_physical_devices("GPU")
+    logical = [d for d in tf.config.list_logical_devices("GPU") if _is_here(d.name)]
+    return "ring" if len(physical) < len(logical) else "nccl"
+
+
+def report(
+    devices: Sequence[str],
+    *,
+    size: int,
+    asked: str,
+    transport: str,
+    on_devices: bool,
+    has_nccl: bool = True,
+) -> None:
+    """Log how gradients of GPUs are added. Nothing is logged for CPUs.
+
+    Args:
+        devices: Canonical names of this worker's devices.
+        size: The number of workers.
+        asked: The transport that the user has asked for.
+        transport: The one between the workers; "none" for one worker.
+        on_devices: Whether the worker's replicas are added on their devices.
+        has_nccl: Whether transport="native" would be possible.
+    """
+    if not _are_gpus(devices) or transport == "native":
+        return
+    if size > 1 and asked == "auto":
+        advice = _NATIVE if has_nccl else ""
+        _LOG.warning(
+            "kerasdist: the GPUs of %d workers exchange gradients through host memory "
+            "(transport=%r, chosen by 'auto').%s Pass transport=%r to keep host memory "
+            "without this warning.",
+            size,
+            transport,
+            advice,
+            transport,
+        )
+    if len(devices) == 1:
+        return
+    if on_devices:
+        way = (
+            "NCCL" if communication_hint(devices[0]) == "nccl" else "TensorFlow's ring"
+        )
+        _LOG.info(
+            "kerasdist: %d GPUs of this worker add dense gradients by %s; those of "
+            "embeddings (IndexedSlices) pass through host memory",
+            len(devices),
+            way,
+        )
+    else:
+        _LOG.warning(
+            "kerasdist: %d GPUs of this worker add gradients in host memory. Expected "
+            "a RingStrategy that isn't elastic, with local_reduction='auto' and GPUs "
+            "alone, to add them by NCCL.",
+            len(devices),
+        )
+
+
+def report_servers(devices: Sequence[str]) -> None:
+    """Log that the gradients of GPUs pass through host memory on the way to servers."""
+    if _are_gpus(devices):
+        _LOG.info(
+            "kerasdist: parameter servers hold the weights in host memory: the "
+            "gradients of GPUs pass through it"
+        )
+
+
+def _are_gpus(devices: Sequence[str]) -> bool:
+    return all(":GPU:" in name for name in devices)
+
+
+def _is_here(name: str) -> bool:
+    job = tf.DeviceSpec.from_string(name)
+    mine = tf.DeviceSpec.from_string(tf.config.list_logical_devices("CPU")[0].name)
+    return (job.job, job.task) == (mine.job, mine.task)
+
+
+# bfloat16 isn't among NCCL's dtypes in TensorFlow: it is added in float32.
+_ADDED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_KEYS = 2**31
+
+
+class _Groups:
+    """The group keys of this process, as a class attribute: no two may be equal.
+
+    Distinct from those of TensorFlow's own strategies, which count up from 1, and of
+    `strategies.native`.
+    """
+
+    keys = itertools.count(0x4B45_0000)
+
+
+class DeviceOps(CollectiveOps):
+    """Collectives between workers; a worker's replicas are added on their devices.
+
+    Args:
+        communicator: The communicator of the workers.
+        host: The CPU device of this process.
+        devices: This worker's devices, several of one kind.
+
+    Attributes:
+        number: A variable with the number of sums so far.
+    """
+
+    def __init__(
+        self, communicator: Communicator, host: str, devices: Sequence[str]
+    ) -> None:
+        super().__init__(communicator, host)
+        self._devices = list(devices)
+        self._group = {
+            "group_size": len(devices),
+            "group_key": next(_Groups.keys),
+            "communication_hint": communication_hint(devices[0]),
+            # Only operations of one graph wait for each other, and all run.
+            "timeout_seconds": 0,
+        }
+        with tf.init_scope(), tf.device(host):
+            self.number = tf.Variable(
+                0, dtype=tf.int64, trainable=False, name="kerasdist_local_sums"
+            )
+        # Operations with side effects run one after the other, unless each replica has
+        # a token of its own: otherwise the replicas would wait for each other.
+        self._tokens = []
+        for device in self._devices:
+            with tf.init_scope(), tf.device(device):
+                self._tokens.append(tf.Variable(0.0, trainable=False))
+        # Eagerly the first replica would wait for the second, which is called later.
+        self._compiled = tf.function(self._sum, autograph=False)
+
+    def reduce_replicas(
+        self, values: Sequence[Sequence[Any]], *, step: bool = False
+    ) -> list[list[Any]] | None:
+        """Sum over all replicas on their devices, if this worker has all of them.
+
+        See `CollectiveOps.reduce_replicas`. Several workers may have different
+        numbers of replicas, so each adds its own, see `add_replicas`.
+        """
+        if self._communicator.size > 1 or not _can_be_added(values):
+            return None
+        return self._sums(values)
+
+    def add_replicas(self, values: Sequence[Sequence[Any]]) -> list[Any]:
+        """See `CollectiveOps.add_replicas`: only the sums cross to the host."""
+        if not _can_be_added(values):
+            return super().add_replicas(values)
+        sums = self._sums(values)
+        with tf.device(self._host):
+            return [tf.identity(parts[0]) for parts in sums]
+
+    def _sums(self, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        plain = [list(value) for value in values]
+        found = self._compiled(plain) if _tf.executing_eagerly() else self._sum(plain)
+        return [list(parts) for parts in found]
+
+    def _sum(self, values: list[list[Any]]) -> list[list[Any]]:
+        """Add each value over the replicas, those of a dtype by one collective."""
+        groups: dict[Any, list[int]] = {}
+        for index, value in enumerate(values):
+            groups.setdefault(_wide(value[0].dtype), []).append(index)
+        sums: list[list[Any]] = [[] for _ in values]
+        for wide, indices in groups.items():
+            buckets = []
+            for replica, device in enumerate(self._devices):
+                with tf.device(device):
+                    mine = [tf.cast(values[i][replica], wide) for i in indices]
+                    buckets.append(tf.concat([tf.reshape(t, [-1]) for t in mine], 0))
+            for replica, total in enumerate(self._reduce(buckets)):
+                with tf.device(self._devices[replica]):
+                    mine = [values[i][replica] for i in indices]
+                    parts = tf.split(total, [tf.size(tensor) for tensor in mine])
+                    for i, tensor, part in zip(indices, mine, parts, strict=True):
+                        shaped = tf.reshape(part, tf.shape(tensor))
+                        shaped = tf.cast(shaped, tensor.dtype)
+                        sums[i].append(tf.ensure_shape(shaped, tensor.shape))
+        return sums
+
+    def _reduce(self, buckets: list[Any]) -> list[Any]:
+        with tf.device(self._host):
+            number = self.number.assign_add(1, read_value=True)
+            key = tf.cast(number % _KEYS, tf.int32)
+        reduced = []
+        # None begins before all buckets are there: if a replica fails before that, no
+        # operation waits for it, and TensorFlow's collectives can be used again.
+        with tf.control_dependencies(buckets):
+            for device, bucket, token in zip(
+                self._devices, buckets, self._tokens, strict=True
+            ):
+                with tf.device(device):
+                    reduced.append(
+                        tf.raw_ops.CollectiveReduceV2(
+                            input=bucket,
+                            instance_key=key,
+                            ordering_token=[token.handle],
+                            merge_op="Add",
+                            final_op="Id",
+                            name="kerasdist_local_sum",
+                            **self._group,
+                        )
+                    )
+        return reduced
+
+
+def _can_be_added(values: Sequence[Sequence[Any]]) -> bool:
+    return all(value[0].dtype in _ADDED for value in values)
+
+
+def _wide(dtype: Any) -> Any:
+    return tf.float32 if dtype == tf.bfloat16 else dtype
+
+
+def make_device_ops(job: StrategyJob, devices: Sequence[str]) -> CollectiveOps:
+    """Return a job's collectives on tensors of these devices, which add replicas."""
+    return DeviceOps(job.communicator, _tf.host_of(devices[0]), devices)

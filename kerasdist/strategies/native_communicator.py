@@ -1,0 +1,408 @@
+"""Workers connected by TensorFlow's own collectives (`transport="native"`).
+
+1. The workers meet as for "tcp": secret, failure detector, a ring.
+2. Each starts TensorFlow's gRPC server, and adds the others to its cluster
+   (`kerasdist.strategies.native_communicator`).
+3. From then on TensorFlow transfers gradients, directly from graphs
+   (`kerasdist.strategies.native_graph_ops`). Numpy arrays are sent by the ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kerasdist import _tf, errors
+from kerasdist._tf import remote
+from kerasdist.cluster.address import split_address
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.checked import CheckedCommunicator
+from kerasdist.collectives.communicator import copy_to_raise, explain
+from kerasdist.collectives.fused_buffer import FusedBuffer
+from kerasdist.collectives.row_exchange import Array, itemsize
+from kerasdist.strategies.local_sums import communication_hint
+from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call
+from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.rendezvous.bind import narrow, on_free_port, report_unprotected
+from kerasdist.transport.tracing import Recorder, now
+
+# This process's gRPC server, through which TensorFlow's collectives communicate.
+#
+# TensorFlow can start only one in a process, and never ends it. Each worker starts it
+# on a free port of its own; the ring that connects the workers already distributes the
+# addresses, and each adds all of them to its TensorFlow cluster.
+
+# Distinct from the keys that TensorFlow's own strategies count up from 1.
+_FIRST_GROUP = 0x4B44_0000
+# Each job has a group of the workers, and one of all replicas.
+_GROUPS_PER_JOB = 2
+
+
+class Server:
+    """The state of the server, as class attributes: there is one per process."""
+
+    rank: int | None = None
+    address = ""
+    workers: tuple[str, ...] = ()
+    next_group = _FIRST_GROUP
+
+
+def is_serving() -> bool:
+    """Return whether this process has started its server."""
+    return Server.rank is not None
+
+
+def serve(ring: Communicator) -> int:
+    """Join a job of TensorFlow's collectives, with all ranks of a ring.
+
+    Args:
+        ring: Connects the ranks.
+
+    Returns:
+        The first of the job's group keys, that of the workers. The next one is for
+        the job's replicas. No other job of these processes gets them.
+
+    Raises:
+        ClusterError: On all ranks, if one was a worker of another cluster before.
+            The ring can't be used any more.
+    """
+    remote.reach_directly(split_address(peer.address)[0] for peer in ring.peers)
+    host = ring.peers[ring.rank].address.rpartition(":")[0]
+    if Server.rank is None:
+        _start_server(ring.rank, host)
+    text = f"{Server.rank} {Server.address} {','.join(Server.workers)}".encode()
+    heard = ring.all_gather(np.frombuffer(text, np.uint8))
+    said = [part.tobytes().decode().split(" ") for part in heard]
+    workers = tuple(address for _, address, _ in said)
+    moved = [str(r) for r, (was, _, _) in enumerate(said) if was != str(r)]
+    known = {before for _, _, before in said}
+    if moved or known not in ({""}, {",".join(workers)}):
+        # A last collective, so that no rank leaves before all have reached this point.
+        # The first to leave ends the ring, but ranks interrupted by it know enough.
+        with contextlib.suppress(errors.CollectiveError):
+            ring.barrier()
+        raise errors.ClusterError(
+            "A process can be a worker of only one cluster with transport='native': "
+            "TensorFlow's server can't be started twice. "
+            f"Received: workers={workers}; before: {Server.workers}; ranks that had "
+            f"another rank before: {', '.join(moved) or 'none'}. Use another "
+            "transport, or start new processes."
+        )
+    if not Server.workers:
+        _tf.serve_collectives(ring.rank, dict(enumerate(workers)))
+        Server.workers = workers
+    (group,) = ring.all_reduce([np.int64(Server.next_group)], "max")
+    Server.next_group = int(group) + _GROUPS_PER_JOB
+    return int(group)
+
+
+def _start_server(rank: int, host: str) -> None:
+    """Start the server on a free port."""
+
+    def listen(port: int) -> None:
+        _tf.serve_collectives(rank, {rank: f"{host}:{port}"})
+
+    port = on_free_port(listen, tf.errors.UnknownError)
+    Server.rank, Server.address = rank, f"{host}:{port}"
+    narrowed = narrow(Server.address)
+    text = report_unprotected(Server.address, narrowed, os.environ)
+    _LOG.warning("kerasdist: %s", text)
+
+
+# Deadlines for TensorFlow's collectives.
+#
+# TensorFlow can put a time-out on each of its collectives, but keeps some 20 KB for
+# each until that has expired, even if it has ended: with ten minutes, gigabytes. So
+# the deadlines are kept here, and a thread ends collectives that are late.
+
+# Ending the late collective takes the thread at most about this long.
+_JOIN_SECONDS = 10.0
+
+
+class CollectiveDeadlines:
+    """The pending collectives, and a thread that reports a late one.
+
+    All have the same time limit, so that the first to begin is the first to be late.
+
+    Args:
+        name: Name of the thread.
+        late: Called once, from the thread, with the first collective that isn't
+            done at its deadline.
+    """
+
+    def __init__(self, name: str, late: Callable[[Call], None]) -> None:
+        self._late = late
+        self._changed = threading.Condition()
+        self._pending: dict[int, tuple[Call, Deadline]] = {}
+        self._stopped = False
+        self._closed = False
+        self._idle = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, call: Call, deadline: Deadline) -> None:
+        """Register a collective that begins.
+
+        Raises:
+            Aborted: `stop` was called.
+        """
+        with self._changed:
+            if self._stopped:
+                raise Aborted
+            self._pending[call.sequence] = call, deadline
+            # Otherwise the thread checks again at an earlier deadline: soon enough.
+            if self._idle:
+                self._changed.notify()
+
+    def end(self, sequence: int) -> None:
+        """Unregister one that is done or has failed; unknown ones are ignored."""
+        with self._changed:
+            self._pending.pop(sequence, None)
+
+    def stop(self) -> list[Call]:
+        """Allow no further collectives; return those that are pending."""
+        with self._changed:
+            self._stopped = True
+            return [call for call, _ in self._pending.values()]
+
+    def close(self) -> None:
+        """End the thread. Can be called twice."""
+        with self._changed:
+            self._stopped = self._closed = True
+            self._changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        late = self._wait()
+        if late is not None:
+            self._late(late)
+
+    def _wait(self) -> Call | None:
+        with self._changed:
+            while not self._closed:
+                self._idle = not self._pending
+                if self._idle:
+                    self._changed.wait()
+                    continue
+                call, deadline = next(iter(self._pending.values()))
+                if deadline.expired:
+                    return call
+                self._changed.wait(deadline.remaining())
+        return None
+
+
+_LOG = logging.getLogger("kerasdist")
+_COLLECTIVE = re.compile(r"Collective ops is aborted|Collective(Reduce|Gather|Bcast)")
+_TASK = re.compile(r"remote target /job:worker/replica:0/task:(\d+)")
+# TensorFlow's messages if another worker is the reason.
+_GONE = (
+    tf.errors.UnavailableError,
+    tf.errors.CancelledError,
+    tf.errors.AbortedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+)
+
+
+def connector(
+    in_use: bool,
+) -> Callable[[CheckedCommunicator, Supervisor], CheckedCommunicator]:
+    """Return a function that makes a `NativeCommunicator` of a ring, for `connect`.
+
+    Args:
+        in_use: Whether the user's script has used TensorFlow already.
+    """
+
+    def build(ring: CheckedCommunicator, supervisor: Supervisor) -> CheckedCommunicator:
+        if in_use and not is_serving():
+            _LOG.warning(
+                "kerasdist: TensorFlow was used before transport='native' was set up. "
+                "Its devices are renamed now: variables, datasets and functions that "
+                "were created before can't be used any more. Create the strategy first."
+            )
+        return NativeCommunicator(ring, supervisor, serve(ring))
+
+    return build
+
+
+def group_options(key: int, size: int, device: str) -> dict[str, Any]:
+    """Return the arguments that all of TensorFlow's collective operations have.
+
+    Args:
+        key: The group's key.
+        size: Number of its devices.
+        device: One of its devices, which are all of one kind.
+    """
+    return {
+        "group_size": size,
+        "group_key": key,
+        "communication_hint": communication_hint(device),
+        # See `kerasdist.strategies.native_communicator`.
+        "timeout_seconds": 0,
+    }
+
+
+class NativeCommunicator(CheckedCommunicator):
+    """Numbers and watches TensorFlow's collectives; sends numpy arrays by a ring.
+
+    On CPUs TensorFlow's collectives use a ring over gRPC. That is how they were tested:
+    there were no GPUs, and NCCL, which is used on them, hasn't been run.
+
+    The job's secret doesn't protect TensorFlow's server, even if the job's addresses
+    are loopback ones: any process that reaches its port can read and write this
+    process's memory and the user's files, and so run anything. Use it only on machines
+    and a network, or behind a firewall, that untrusted hosts can't reach;
+    `KERASDIST_ALLOW_OPEN_SERVERS=1` confirms that.
+
+    Once TensorFlow's collectives were ended during one (a lost worker, a time-out),
+    this process can't use them any more: start it again.
+
+    Args:
+        ring: Connects the same ranks. Closed with this one.
+        supervisor: Knows the state of other ranks.
+        group: The first of the job's group keys.
+
+    Attributes:
+        group: Key of the workers' hosts.
+        replica_group: Key of all replicas' devices.
+    """
+
+    def __init__(
+        self, ring: CheckedCommunicator, supervisor: Supervisor, group: int
+    ) -> None:
+        super().__init__(ring.rank, ring.peers, supervisor, ring.timeout)
+        self.group, self.replica_group = group, group + 1
+        self._ring = ring
+        # Ranks compare their positions by this number: it goes on from the ring's.
+        self.sequence = ring.sequence
+        self._watch = CollectiveDeadlines(
+            f"kerasdist-native rank {self.rank}", self._late
+        )
+        # The start times of collectives that are recorded.
+        self._began: dict[int, tuple[int, Call]] = {}
+
+    # For operations in graphs.
+
+    def begin(self, kind: str, op: str, dtype: str, elements: int, detail: int) -> int:
+        """Begin a collective of a graph; return its number, the instance key.
+
+        Args:
+            kind: One of `framing.KINDS`.
+            op: One of `framing.OPS`.
+            dtype: The dtype's name.
+            elements: Number of elements, 0 if unknown.
+            detail: A checksum of the shapes.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise copy_to_raise(self._failure)
+            if self._closed:
+                raise errors.TransportClosed(
+                    f"This communicator is closed. Received: a call of {kind}. Create "
+                    "a new strategy to go on."
+                )
+            self.sequence += 1
+            call = Call(self.sequence, kind, op, dtype, elements, detail)
+            self.supervisor.call = call
+            self._watch.begin(call, Deadline(self.timeout))
+            if self._recorder is not None:
+                self._began[call.sequence] = now(), call
+            return call.sequence
+
+    def end(self, sequence: int) -> None:
+        """End a collective of a graph."""
+        self._watch.end(sequence)
+        began = self._began.pop(sequence, None) if self._began else None
+        recorder = self._recorder
+        if began is not None and recorder is not None:
+            begin, call = began
+            size = call.elements * itemsize(call.dtype)
+            recorder.add(call.kind, begin, now(), size, call)
+
+    def translate(self, error: BaseException) -> errors.CollectiveError | None:
+        """Return the job's failure behind TensorFlow's error; None for another cause.
+
+        Waits, if necessary, until the workers agree on the failure.
+        """
+        if self._failure is None and not _COLLECTIVE.search(str(error)):
+            return None
+        call, here = self.supervisor.call, self.peers[self.rank]
+        seen = self._seen(error)
+        failure = explain(seen, call, here, "", self.supervisor, self._failure)
+        if failure is not None and self._failure is None:
+            self.abort(failure)
+        return self._failure
+
+    # The collectives.
+
+    def _reduce(
+        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
+    ) -> Array:
+        return self._ring._reduce(source, lend, call, deadline)
+
+    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+        self._ring._gather(views, call, deadline)
+
+    def _broadcast(
+        self, view: memoryview, root: int, call: Call, deadline: Deadline
+    ) -> None:
+        self._ring._broadcast(view, root, call, deadline)
+
+    def _barrier(self, call: Call, deadline: Deadline) -> None:
+        self._ring._barrier(call, deadline)
+
+    # Failures.
+
+    def _seen(self, error: BaseException) -> BaseException:
+        """Translate TensorFlow's error into one that transports raise."""
+        if self._failure is not None or self._closed:
+            return Aborted()
+        said = str(error).partition("\n")[0]
+        if isinstance(error, _GONE):
+            task = _TASK.search(str(error))
+            rank = int(task[1]) if task else (self.rank + 1) % self.size
+            return PeerClosed(self.peers[rank], f"TensorFlow can't reach it ({said})")
+        if isinstance(error, (tf.errors.InvalidArgumentError, tf.errors.InternalError)):
+            return errors.CollectiveMismatch(
+                "Ranks called different collectives, or the same one on different "
+                f"shapes, at step {self.step}. Received: {self.peers[self.rank]}: "
+                f"{self.supervisor.call}; TensorFlow reports: {said}. All ranks must "
+                "call the same collectives in the same order on the same shapes: does "
+                "the script branch on the rank, or does a model differ?"
+            )
+        return errors.CollectiveError(
+            f"TensorFlow's collective {self.supervisor.call} failed at step "
+            f"{self.step}: {said}"
+        )
+
+    def _late(self, call: Call) -> None:
+        here = self.peers[self.rank]
+        silent = PeerSilent(self.peers[self.rank - 1], "its time is over")
+        self.abort(explain(silent, call, here, "", self.supervisor, self._failure))
+
+    def _record(self, recorder: Recorder | None) -> None:
+        super()._record(recorder)
+        self._began.clear()
+        self._ring._record(recorder)
+
+    def _abort(self) -> None:
+        self._ring._abort()
+        pending = self._watch.stop()
+        if pending:
+            # Only then, because other strategies of this process may continue.
+            _tf.abort_collectives(str(self._failure or "the strategy was closed"))
+
+    def _close(self) -> None:
+        self._watch.close()
+        self._ring._close()

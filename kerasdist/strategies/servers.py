@@ -1,0 +1,343 @@
+"""The connection of this process to its servers, which all its strategies share.
+
+Servers stay until the workers' processes end. When a strategy is closed, others don't
+wait for this worker any longer; the next one of the script uses the same connection:
+
+    strategy 1   connects ── trains ── close: left 1
+    strategy 2                                use 2 ── trains ── end of the process
+    servers      serve ................................................ end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from kerasdist.cluster import Cluster, resolve
+from kerasdist.errors import ClusterError, ServerLost, StartupError
+from kerasdist.parameter_server import Event, ServerClient, ServerSettings
+from kerasdist.parameter_server.client.client import TRANSPORTS
+from kerasdist.parameter_server.elastic.server import run_elastic_server
+from kerasdist.parameter_server.layout import MODES
+from kerasdist.parameter_server.server.server import run_server
+from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
+from kerasdist.strategies.options import (
+    Elasticity,
+    Options,
+    check_installed,
+    elasticity,
+    refuse_asynchronous,
+    refuse_option,
+)
+from kerasdist.transport import Timeouts
+from kerasdist.transport.log import log_in_background, name_task
+
+# The checked arguments of `ParameterServerStrategy`, of a worker and of a server.
+
+# A server's part in the job of a strategy.
+
+
+def serve_job(arguments: Arguments) -> None:
+    """Run this task's server until the job is over.
+
+    Raises:
+        ClusterError: This task isn't a server.
+        KerasDistError: The failure that ended the job.
+    """
+    place = arguments.place
+    if place.rank is not None:
+        raise ClusterError(
+            "Only parameter servers serve. Received: a task of type "
+            f"{place.task_type!r} from {place.source}. Expected one of type 'ps'. Call "
+            "`kerasdist.ParameterServerStrategy(...)` in the other tasks."
+        )
+    if arguments.bounds is None:
+        run_server(place, arguments.settings, arguments.timeouts)
+    else:
+        run_elastic_server(
+            place,
+            arguments.settings,
+            arguments.bounds.min_workers,
+            arguments.timeouts,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of a strategy with servers, checked.
+
+    Attributes:
+        place: This task's place in the cluster.
+        settings: The settings that are the same on all tasks.
+        timeouts: The time limit of each phase.
+        options: The strategy's options.
+        transport: "auto" or "tcp".
+        bounds: The limits of an elastic job; None if it isn't elastic, or has one
+            worker.
+        alone: The limits of an elastic job of one worker, else None.
+    """
+
+    place: Cluster
+    settings: ServerSettings
+    timeouts: Timeouts
+    options: Options
+    transport: str
+    bounds: Elasticity | None
+    alone: Elasticity | None
+
+
+def check_arguments(
+    mode: str = "sync",
+    *,
+    max_staleness: int | None = None,
+    cluster: Any = None,
+    cluster_resolver: Any = None,
+    transport: str = "auto",
+    timeout: float = 600.0,
+    startup_timeout: float = 300.0,
+    heartbeat_timeout: float = 30.0,
+    initial_state: str = "check",
+    shard: str = "rows",
+    data: str = "auto",
+    bucket_size: int = 25_000_000,
+    compression: str | None = None,
+    snapshot_dir: str | None = None,
+    snapshot_seconds: float | None = 60.0,
+    snapshot_updates: int | None = None,
+    restart_timeout: float = 120.0,
+    elastic: bool | None = None,
+    min_workers: int | None = None,
+    start_workers: int | None = None,
+) -> Arguments:
+    """Check the arguments of `ParameterServerStrategy`, all but its devices.
+
+    Raises:
+        ClusterError, IncompatibleVersionError, ValueError: See
+            `ParameterServerStrategy`. Nothing was acquired.
+    """
+    check_installed()
+    if mode not in MODES:
+        raise ValueError(f"`mode` must be one of {MODES}. Received: mode={mode!r}.")
+    if transport not in TRANSPORTS:
+        raise ValueError(
+            f"`transport` must be one of {TRANSPORTS}. "
+            f"Received: transport={transport!r}."
+        )
+    options = Options(
+        initial_state=initial_state,
+        shard=shard,
+        data=data,
+        bucket_size=bucket_size,
+        compression=compression,
+    )
+    timeouts = Timeouts(
+        collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
+    )
+    settings = ServerSettings(
+        mode=mode,
+        max_staleness=max_staleness,
+        snapshot_dir=None if snapshot_dir is None else os.fspath(snapshot_dir),
+        snapshot_seconds=snapshot_seconds,
+        snapshot_updates=snapshot_updates,
+        restart_timeout=restart_timeout,
+    )
+    if mode == "async" and compression is not None:
+        raise ValueError(
+            "With mode='async' weights cross the network: 16 bits are too few. "
+            f"Received: compression={compression!r}. Leave it out, or use "
+            "mode='sync'."
+        )
+    place = resolve(given_cluster(cluster, cluster_resolver))
+    refuse_mpi(
+        place,
+        "ParameterServerStrategy",
+        f"`kerasdist run -n {max(2, place.size)} --ps 1` or with TF_CONFIG, which have "
+        "servers; or use RingStrategy",
+    )
+    name_task(place.task_type, place.task_index, place.rank)
+    if mode == "async":
+        refuse_asynchronous(elastic)
+        elastic = False
+    bounds = elasticity(elastic, min_workers, place.size, start_workers=start_workers)
+    if bounds is not None and data == "chief":
+        refuse_option("data='chief', because the chief that has the data may be lost")
+    alone = None if bounds is None or place.size > 1 else bounds
+    return Arguments(
+        place=place,
+        settings=settings,
+        timeouts=timeouts,
+        options=options,
+        transport=transport,
+        bounds=None if alone is not None else bounds,
+        alone=alone,
+    )
+
+
+# The events of other workers, recorded and logged.
+
+
+class EventLog:
+    """Records events of workers, and reports them in the log, since the others go on.
+
+    Args:
+        events: The list to append to.
+    """
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def __call__(self, event: Event) -> None:
+        """Record an event."""
+        self._events.append(event)
+        _log_event(event)
+
+
+def _log_event(event: Event) -> None:
+    if event.kind == "lost":
+        log_in_background(
+            logging.WARNING,
+            "kerasdist: rank %d (%s) was lost at step %d: %s. The others go on.",
+            event.rank,
+            event.address,
+            event.clock,
+            event.reason,
+        )
+    elif event.kind == "joined":
+        log_in_background(
+            logging.WARNING,
+            "kerasdist: rank %d (%s) is waiting; it joins at the end of an epoch.",
+            event.rank,
+            event.address,
+        )
+
+
+# Seconds to wait for servers in place of those that an error of this process ended.
+_AGAIN_SECONDS = 20.0
+
+# By the servers' addresses.
+_clients: dict[tuple[str, ...], SharedClient] = {}
+# Those of elastic jobs, which end with their strategy.
+_elastic: dict[tuple[str, ...], weakref.ref[Any]] = {}
+
+
+class SharedClient:
+    """The connection of one process to its servers. Made by `SharedClient.get`.
+
+    Args:
+        client: The connection.
+        kept: The settings that all strategies of the script must have, by their names.
+        events: The events of other workers, which the connection appends to.
+
+    Attributes:
+        client: As given.
+        events: As given.
+    """
+
+    def __init__(
+        self, client: ServerClient, kept: dict[str, Any], events: list[Event]
+    ) -> None:
+        self.client = client
+        self.events = events
+        self._kept = kept
+
+    @classmethod
+    def get(
+        cls,
+        place: Cluster,
+        kept: dict[str, Any],
+        timeouts: Timeouts,
+        connect: Callable[[list[Event], Timeouts], ServerClient],
+    ) -> SharedClient:
+        """Return the connection for another strategy; connect for the first one.
+
+        Args:
+            place: This task's place in the cluster.
+            kept: See the class.
+            timeouts: How long each phase may take.
+            connect: Connects, given a list for events and the time-outs.
+
+        Raises:
+            ClusterError: An earlier strategy of the script has other settings; or an
+                error closed it, and no other servers were started since.
+        """
+        found = _clients.get(place.servers)
+        if found is not None and found.client.closed:
+            # Its servers have ended, but may have been started again.
+            startup = min(timeouts.startup, _AGAIN_SECONDS)
+            timeouts = dataclasses.replace(timeouts, startup=startup)
+        if found is None or found.client.closed:
+            events: list[Event] = []
+            try:
+                client = connect(events, timeouts)
+            except (StartupError, ServerLost) as error:
+                if found is None:
+                    raise
+                raise ClusterError(
+                    "An error closed an earlier strategy of this script, and so ended "
+                    "the job's servers. Received: another ParameterServerStrategy with "
+                    f"the servers {list(place.servers)}; no new ones were found within "
+                    f"{timeouts.startup:g} s. Start the job again."
+                ) from error
+            found = cls(client, kept, events)
+            if place.servers:
+                _clients[place.servers] = found
+            return found
+        differing = [name for name, value in kept.items() if found._kept[name] != value]
+        if differing:
+            given, first = (
+                ", ".join(f"{name}={values[name]!r}" for name in differing)
+                for values in (kept, found._kept)
+            )
+            raise ClusterError(
+                "A job's servers keep the settings of the script's first strategy. "
+                f"Received: another ParameterServerStrategy with {given}; the first "
+                f"one has {first}. Create all with the same settings, or start another "
+                "job."
+            )
+        found.client.use_again()
+        return found
+
+    def leaving(self) -> Callable[[BaseException | None], None]:
+        """Return what a strategy calls at its end, with the error that ended it."""
+        client, use = self.client, self.client.use
+
+        def leave(error: BaseException | None = None) -> None:
+            if error is not None or not client.cluster.servers:
+                client.close(error)
+            else:
+                client.leave(use)
+
+        return leave
+
+
+def refuse_second(place: Cluster) -> None:
+    """Refuse another strategy of an elastic job.
+
+    Raises:
+        ClusterError: There was one in this process.
+    """
+    known = _elastic.get(place.servers)
+    if known is None and place.servers not in _clients:
+        return
+    job = None if known is None else known()
+    closed = known is not None and (job is None or job.closed)
+    raise ClusterError(
+        "The servers of an elastic job serve one strategy, and end with it. Received: "
+        f"another ParameterServerStrategy with the servers {list(place.servers)}; the "
+        f"one that this script created before {'was closed' if closed else 'is open'}. "
+        "Create one, and let all models be created in its scope, also one after the "
+        "other."
+    )
+
+
+def note_elastic(place: Cluster, job: Any) -> None:
+    """Note the strategy of an elastic job."""
+    _elastic[place.servers] = weakref.ref(job)
+
+
+# A forked child isn't the worker.
+os.register_at_fork(after_in_child=_clients.clear)

@@ -1,0 +1,275 @@
+"""The contract of channels, on every implementation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from groups import connections, in_threads, nothing_stays_open
+from kerasdist import errors
+from kerasdist.parameter_server.channel import (
+    ChannelEnded,
+    ChannelSilent,
+    Message,
+    memory_pair,
+    spans,
+)
+from kerasdist.parameter_server.socket_channel import SocketChannel
+from kerasdist.transport.base import Aborted
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call, FrameType, pack_header
+from kerasdist.transport.handshake import TAG_BYTES
+from pace import bound
+
+pytestmark = pytest.mark.timeout(60)
+BOUND = 1 << 30
+CALL = Call(7, "all_reduce", "sum", "float32", 12, 99)
+
+
+def tcp_connections():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first = socket.create_connection(server.getsockname())
+        second, _ = server.accept()
+    return connections((first, second))
+
+
+def tcp_pair():
+    one, other = tcp_connections()
+    return SocketChannel(one), SocketChannel(other)
+
+
+def shared_pair():
+    one, other = connections()
+    return SocketChannel(one, shared=True), SocketChannel(other, shared=True)
+
+
+PAIRS = {"tcp": tcp_pair, "shared_memory": shared_pair, "memory": memory_pair}
+
+
+@pytest.fixture(params=PAIRS)
+def pair(request):
+    with nothing_stays_open():
+        ends = PAIRS[request.param]()
+        yield ends
+        for end in ends:
+            end.close()
+            end.close()
+
+
+def request_of(arrays, **meta):
+    return Message(FrameType.REQUEST, CALL, meta, arrays)
+
+
+def arrays_of(seed, scale):
+    generator = np.random.default_rng(seed)
+    names = ["float32", "float64", "int8", "int64", "bool", "float16", "complex64"]
+    found = [np.array(3.5), np.zeros((0, 4), "int32")]
+    found += [
+        (generator.normal(size=int(generator.integers(1, scale))) * 9).astype(name)
+        for name in names
+    ]
+    found.append(np.ones((3, 5), ml_dtypes.bfloat16))
+    found.append(generator.normal(size=(7, scale)).T)  # not contiguous
+    return found
+
+
+@pytest.mark.parametrize("scale", [3, 500, 40_000])
+def test_what_is_sent_is_received(pair, scale):
+    first, second = pair
+    expected = arrays_of(1, scale)
+
+    def ask(_):
+        first.send(request_of(expected, do="it", n=3), Deadline(20))
+        return first.receive(Deadline(20), BOUND)
+
+    def answer(_):
+        message = second.receive(Deadline(20), BOUND)
+        assert (message.frame, message.call) == (FrameType.REQUEST, CALL)
+        assert dict(message.meta) == {"do": "it", "n": 3}
+        for mine, array in zip(message.arrays, expected, strict=True):
+            assert (mine.dtype, mine.shape) == (array.dtype, array.shape)
+            np.testing.assert_array_equal(mine, array)
+        second.send(Message(FrameType.REPLY, CALL, {}, message.arrays), Deadline(20))
+        return None
+
+    reply = in_threads(2, lambda i: (ask, answer)[i](i))[0]
+    for mine, array in zip(reply.arrays, expected, strict=True):
+        np.testing.assert_array_equal(mine, array)
+    size = sum(array.nbytes for array in expected)
+    assert size <= first.bytes_sent <= size + 3000
+    assert second.bytes_received == first.bytes_sent
+    assert first.bytes_received == second.bytes_sent
+
+
+def test_many_messages_of_random_sizes_with_placed_arrays(pair):
+    """Placed arrays come first in a message; others may follow; sizes vary."""
+    first, second = pair
+    rounds = 60
+
+    def sizes(number):
+        generator = np.random.default_rng(number)
+        return [int(10 ** generator.uniform(0, 5.3)) for _ in range(3)]
+
+    def ask(_):
+        for number in range(rounds):
+            counts = sizes(number)
+            placed = first.place([("float32", (n,)) for n in counts[:2]])
+            for array in placed:
+                array[:] = number
+            more = [np.full(counts[2], number, "int16")] if number % 3 else []
+            first.send(request_of([*placed, *more]), Deadline(20))
+            answer = first.receive(Deadline(20), BOUND)
+            assert [a.size for a in answer.arrays] == [n + 1 for n in counts[:2]]
+            assert all((a == number).all() for a in answer.arrays)
+
+    def answer(_):
+        for number in range(rounds):
+            message = second.receive(Deadline(20), BOUND)
+            assert [a.size for a in message.arrays][:2] == sizes(number)[:2]
+            assert all((a == number).all() for a in message.arrays)
+            counts = [a.size + 1 for a in message.arrays[:2]]
+            placed = second.place([("float64", (n,)) for n in counts])
+            for array in placed:
+                array[:] = number
+            second.send(Message(FrameType.REPLY, CALL, {}, placed), Deadline(20))
+
+    in_threads(2, lambda i: (ask, answer)[i](i))
+
+
+def test_large_bodies_on_one_host_are_not_in_the_stream():
+    first, second = shared_pair()
+    array = np.ones(1_000_000)
+    # Nobody receives: 8 MB don't fit into a socket.
+    first.send(request_of([array]), Deadline(5))
+    assert (second.receive(Deadline(5), BOUND).arrays[0] == 1).all()
+    for end in (first, second):
+        end.close()
+
+
+def test_silence_ends_at_the_deadline(pair):
+    with pytest.raises(ChannelSilent, match=r"silent for 0\.05 s"):
+        pair[0].receive(Deadline(0.05), BOUND)
+
+
+def test_who_receives_hears_that_the_other_side_has_closed(pair):
+    pair[1].close()
+    with pytest.raises(ChannelEnded):
+        pair[0].receive(Deadline(5), BOUND)
+
+
+@pytest.mark.parametrize("ending", ["abort", "close"])
+def test_a_wait_ends_when_the_channel_is_aborted_or_closed(pair, ending):
+    first, _ = pair
+    waits = threading.Event()
+
+    def wait():
+        waits.set()
+        with pytest.raises(Aborted):
+            first.receive(Deadline(20), BOUND)
+
+    def end():
+        waits.wait(bound(10))
+        first.abort()
+        if ending == "close":
+            first.close()
+
+    in_threads(2, lambda i: (wait, end)[i]())
+    with pytest.raises(Aborted):
+        first.receive(Deadline(5), BOUND)
+
+
+def test_a_message_that_is_too_long_is_refused(pair):
+    pair[0].send(request_of([np.zeros(1000)]), Deadline(5))
+    with pytest.raises(errors.ProtocolError, match="is too long"):
+        pair[1].receive(Deadline(5), 7999)
+
+
+def raw(meta, body=b"", *, size=None, length=None, frame=FrameType.REQUEST):
+    text = meta if isinstance(meta, bytes) else json.dumps(meta).encode()
+    payload = struct.pack("!IQ", len(text), len(body) if size is None else size)
+    payload += text
+    if length is None:
+        length = len(payload) + TAG_BYTES + len(body)
+    return pack_header(frame, length) + payload, body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (b"GET / HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n", b""),
+        raw(b"{"),
+        raw([]),
+        raw({"arrays": 3}),
+        raw({"arrays": [["float32", [2]]]}),
+        raw({"arrays": [["float32", [-2]]]}),
+        raw({"arrays": [["object", [2]]]}, bytes(16)),
+        raw({"arrays": [["float32", ["x"]]]}, bytes(8)),
+        raw({"arrays": [["float32", [2]]]}, bytes(8), size=1 << 40),
+        raw({"arrays": [["float32", [2]]]}, bytes(8), size=9),
+        raw({"arrays": [["float32", [2]]], "shared": True}, size=8),
+        raw({}, length=3),
+        raw({}, length=1 << 50),
+        (pack_header(FrameType.DESCRIPTOR, 8) + bytes(8), b""),
+        (pack_header(FrameType.DESCRIPTOR, 9) + bytes(9), b""),
+    ],
+)
+@pytest.mark.parametrize("family", ["tcp", "unix"])
+def test_nonsense_is_refused(data, family):
+    first, second = connections() if family == "unix" else tcp_connections()
+    with first, contextlib.closing(SocketChannel(second)) as channel:
+        head, body = data
+        first.sock.sendall(head + first.auth.sign(head) + body)
+        with pytest.raises(errors.ProtocolError, match=r"^(?!A frame isn't the)"):
+            channel.receive(Deadline(5), 1 << 20)
+
+
+@pytest.mark.parametrize("family", ["tcp", "unix"])
+def test_a_request_that_was_changed_on_its_way_is_refused(family):
+    """Somebody on the path turns step 7 into step 9: the text isn't encrypted."""
+    first, second = connections() if family == "unix" else tcp_connections()
+    with first, contextlib.closing(SocketChannel(second)) as channel:
+        head, body = raw({"step": 7, "arrays": [["float32", [2]]]}, bytes(8))
+        sealed = head + first.auth.sign(head) + body
+        first.sock.sendall(sealed.replace(b'"step": 7', b'"step": 9'))
+        with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other "):
+            channel.receive(Deadline(5), 1 << 20)
+
+
+def test_arrays_of_a_body_are_aligned():
+    places, size = spans([("int8", (3,)), ("float64", (2, 2)), ("bool", ())])
+    assert places == [(0, 3), (64, 96), (128, 129)]
+    assert size == 129
+
+
+def test_without_room_for_shared_memory_it_goes_on_through_the_socket(
+    monkeypatch, caplog
+):
+    def full(size):
+        raise errors.SharedMemoryFull("there is no room")
+
+    monkeypatch.setattr(
+        "kerasdist.parameter_server.socket_channel.create_segment", full
+    )
+    first, second = shared_pair()
+    array = np.arange(200_000.0)
+
+    def ask(_):
+        placed = first.place([("float64", (200_000,))])
+        placed[0][:] = array
+        first.send(request_of(placed), Deadline(10))
+
+    def answer(_):
+        return second.receive(Deadline(10), BOUND).arrays[0].copy()
+
+    received = in_threads(2, lambda i: (ask, answer)[i](i))[1]
+    np.testing.assert_array_equal(received, array)
+    assert "continues without shared memory" in caplog.text
+    for end in (first, second):
+        end.close()

@@ -1,0 +1,367 @@
+"""The contract of workers and servers, whatever connects them."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from groups import in_threads, nothing_stays_open
+from kerasdist import errors
+from kerasdist.collectives.checked import sum_gradients
+from kerasdist.parameter_server import Rows, Variable
+from pace import bound
+from servers import Servers
+
+pytestmark = pytest.mark.timeout(60)
+
+VARIABLES = [
+    Variable(name="kernel", shape=(200, 100)),
+    Variable(name="embedding", shape=(500, 8), sparse=True),
+    Variable(name="bias", shape=(10,)),
+    Variable(name="half", shape=(3, 2), dtype="float16"),
+    Variable(name="scalar", shape=(), dtype="float64"),
+]
+# Kind, workers, servers.
+JOBS = [("memory", 1, 1), ("tcp", 1, 1), ("tcp", 3, 2), ("shared_memory", 3, 2)]
+
+
+def values_of(seed, variables=VARIABLES):
+    """Small whole numbers: they are added exactly in any order."""
+    generator = np.random.default_rng(seed)
+    return [
+        np.asarray(generator.integers(-4, 5, size=v.shape)).astype(v.dtype)
+        for v in variables
+    ]
+
+
+def opened(job, variables=VARIABLES):
+    return job.run(
+        lambda client: client.open_table(variables, values_of(client.rank, variables))
+    )
+
+
+@pytest.fixture(params=JOBS, ids=lambda job: "-".join(map(str, job)))
+def job(request):
+    kind, workers, servers = request.param
+    with nothing_stays_open(), Servers(workers, servers, kind=kind) as made:
+        yield made
+
+
+def test_the_table_is_the_chiefs_and_all_changes(job):
+    steps = 12
+
+    def changes(rank, step):
+        found = values_of(1000 * rank + step)
+        generator = np.random.default_rng([rank, step])
+        count = int(generator.integers(0, 40))
+        rows = generator.integers(-4, 5, size=(count, 8)).astype("float32")
+        # In any order, some of them several times.
+        found[1] = Rows(generator.integers(0, 500, size=count), rows)
+        return [None if generator.random() < 0.2 else change for change in found]
+
+    expected = values_of(0)
+    for rank in range(job.size):
+        for step in range(steps):
+            for mine, change in zip(expected, changes(rank, step), strict=True):
+                if isinstance(change, Rows):
+                    np.add.at(mine, change.indices, change.values)
+                elif change is not None:
+                    mine += change
+
+    def work(client):
+        table = client.open_table(VARIABLES, values_of(client.rank))
+        assert client.connections.transports == [job.kind] * client.servers
+        client.communicator.barrier()  # before anyone changes them
+        for mine, value in zip(table.initial, values_of(0), strict=True):
+            assert (mine.dtype, mine.shape) == (value.dtype, value.shape)
+            np.testing.assert_array_equal(mine, value)
+        embedding = table.initial[1]
+        for step in range(steps):
+            pulled = table.push_pull(changes(client.rank, step))
+            assert pulled.clock == table.clock == step + 1
+            rows = pulled.rows[1]
+            assert (rows.indices[1:] > rows.indices[:-1]).all()
+            embedding[rows.indices] = rows.values
+        client.communicator.barrier()
+        pulled = table.pull()
+        rows = pulled.rows[1]
+        embedding[rows.indices] = rows.values
+        found = [None if v is None else v.copy() for v in pulled.values]
+        assert found[1] is None
+        found[1] = embedding
+        assert table.pull().rows[1].indices.size == 0
+        assert sum(table.observed.values()) == steps
+        return found
+
+    for found in job.run(work):
+        for mine, value, variable in zip(found, expected, VARIABLES, strict=True):
+            assert (mine.dtype, mine.shape) == (variable.dtype, variable.shape)
+            np.testing.assert_array_equal(mine, value)
+
+
+def test_a_dense_change_of_a_sparse_variable_sends_the_rows_that_are_not_0(job):
+    def work(client):
+        table = client.open_table(VARIABLES, values_of(0))
+        change = np.zeros((500, 8), "float32")
+        change[[3, 77]] = 1
+        deltas = [None, change, None, None, None]
+        before = client.connections.bytes_sent
+        table.push_pull(deltas)
+        sent = client.connections.bytes_sent - before
+        client.communicator.barrier()
+        rows = table.pull().rows[1]
+        return sent, rows
+
+    for sent, rows in job.run(work):
+        dense = sum(v.rows * v.row_bytes for v in VARIABLES if not v.sparse)
+        assert sent < dense + 2 * 36 + 600 * 2
+        assert set(rows.indices.tolist()) <= {3, 77}
+
+
+def test_changes_that_do_not_fit_are_refused_and_nothing_was_sent(job):
+    tables = opened(job)
+    nothing = [None] * 5
+    wrong = [
+        ([None] * 4, "4 changes, expected 5"),
+        ([np.zeros(3), *nothing[1:]], r"'kernel'. Received: shape \(3,\), expected"),
+        ([Rows(np.zeros(1, int), np.zeros((1, 100))), *nothing[1:]], "Changed rows"),
+        ([None, Rows(np.array([500]), np.zeros((1, 8))), *nothing[2:]], "Changed rows"),
+        ([None, Rows(np.array([-1]), np.zeros((1, 8))), *nothing[2:]], "Changed rows"),
+        ([None, Rows(np.array([0.0]), np.zeros((1, 8))), *nothing[2:]], "Changed rows"),
+        ([None, Rows(np.array([1]), np.zeros((2, 8))), *nothing[2:]], "Changed rows"),
+    ]
+    for table in tables:
+        for deltas, message in wrong:
+            with pytest.raises(ValueError, match=message):
+                table.push_pull(deltas)
+        assert table.clock == 0
+    with pytest.raises(ValueError, match="aren't those of the table's variables"):
+        job.clients[0].open_table(VARIABLES, [])
+    job.run(lambda client: client.tables[0].push_pull(nothing))
+
+
+def test_several_tables(job):
+    more = [Variable(name="b", shape=(4, 2))]
+
+    def work(client):
+        first = client.open_table(VARIABLES, values_of(0))
+        second = client.open_table(more, [np.zeros((4, 2), "float32")])
+        for _ in range(3):
+            second.push_pull([np.ones((4, 2), "float32")])
+        first.push_pull([None] * 5)
+        client.communicator.barrier()
+        return first.clock, second.clock, second.pull().values[0].copy()
+
+    for first, second, values in job.run(work):
+        assert (first, second) == (1, 3)
+        assert (values == 3 * job.size).all()
+
+
+def test_statistics(job):
+    def work(client):
+        table = client.open_table(VARIABLES, values_of(0))
+        for _ in range(4):
+            table.push_pull([None] * 5)
+        client.communicator.barrier()
+        stats = client.stats()
+        client.communicator.barrier()
+        return table, stats
+
+    for table, stats in job.run(work):
+        assert len(stats) == table.layout.servers
+        for index, server in enumerate(stats):
+            (one,) = server["tables"]
+            assert one["bytes"] == table.layout.server_bytes()[index]
+            assert set(one["clocks"].values()) == {4}
+            counts = one["observed"].values()
+            assert [sum(c.values()) for c in counts] == [4] * job.size
+            assert [w["state"] for w in server["workers"]] == ["live"] * job.size
+            assert server["updates"] == 4 * job.size
+
+
+def test_workers_with_other_models_are_told_all_of_them():
+    with Servers(2) as job:
+
+        def work(client):
+            shape = (3, 2 + client.rank)
+            variable = Variable(name="kernel", shape=shape)
+            client.open_table([variable], [np.zeros(shape, "float32")])
+            client.communicator.barrier()
+
+        for error in job.outcomes(work):
+            assert isinstance(error, errors.CollectiveMismatch)
+            assert "has another model than the server's table 0" in str(error)
+            assert "shape=(3, 3)" in str(error)
+
+
+def test_calls_of_several_threads_are_done_one_after_the_other():
+    with Servers(2, 2) as job:
+        tables = opened(job, VARIABLES[:1])
+        one = [np.ones((200, 100), "float32")]
+
+        def work(number):
+            for _ in range(10):
+                tables[number % 2].push_pull(one)
+
+        in_threads(6, work)
+        values = tables[0].pull().values[0]
+        assert (values == values_of(0)[0] + 60).all()
+        assert [table.clock for table in tables] == [30, 30]
+
+
+def test_bytes_grow_with_the_rows_touched_and_not_with_the_table():
+    def counts(client):
+        return client.connections.bytes_sent, client.connections.bytes_received
+
+    def bytes_of(table_rows, touched):
+        variable = Variable(name="embedding", shape=(table_rows, 64), sparse=True)
+        with Servers(1, kind="tcp") as job:
+            (client,) = job.clients
+            table = client.open_table([variable], [np.zeros((table_rows, 64), "f4")])
+            before = counts(client)
+            for step in range(5):
+                indices = np.arange(touched) * 7 + step
+                rows = Rows(indices, np.ones((touched, 64), "float32"))
+                pulled = table.push_pull([rows])
+                assert pulled.rows[0].indices.tolist() == indices.tolist()
+            return np.subtract(counts(client), before).tolist()
+
+    small, large = bytes_of(2_000, 100), bytes_of(50_000, 100)
+    more = bytes_of(50_000, 1000)
+    for a, b, c in zip(small, large, more, strict=True):
+        assert abs(a - b) < 100  # a step's number has more digits, at most
+        assert a < 5 * (100 * (64 * 4 + 4) + 1000)
+        assert 8 * b < c < 10 * b
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_synchronous_sums_are_those_of_the_ring_bit_by_bit(servers):
+    shapes = [(300, 200), (7,), ()]
+
+    def gradients(rank):
+        generator = np.random.default_rng(rank)
+        found = [generator.normal(size=s).astype("float32") for s in shapes]
+        found.append(generator.normal(size=(50, 9)).astype("float16"))
+        if rank == 1:
+            found[0][:] = np.nan  # counts for nothing
+        return found
+
+    beside = [np.arange(3.0, dtype="float32"), np.array(7)]
+    with Servers(3, servers, mode="sync") as job:
+        results = job.run(
+            lambda c: sum_gradients(
+                c.communicator, gradients(c.rank), there=c.rank != 1, beside=beside
+            )
+        )
+    expected = [np.zeros(g.shape, np.float32) for g in gradients(0)]
+    for rank in (0, 2):
+        for mine, g in zip(expected, gradients(rank), strict=True):
+            mine += g.astype("float32")
+    for result in results:
+        assert result.pop().tolist() == 21
+        assert result.pop().tolist() == [0, 3, 6]
+        for mine, first in zip(result, results[0], strict=True):
+            assert mine.tobytes() == first.tobytes()
+        for mine, value, g in zip(result, expected, gradients(0), strict=True):
+            assert mine.dtype == g.dtype
+            np.testing.assert_array_equal(mine, value.astype(g.dtype))
+
+
+@pytest.mark.parametrize(("kind", "servers"), [("tcp", 1), ("shared_memory", 2)])
+def test_large_buffers_go_in_several_rounds_at_each_server(kind, servers):
+    elements = 2_500_001  # 10 MB: 5 pieces, or 3 of each half
+    with Servers(2, servers, kind=kind, mode="sync") as job:
+
+        def work(client):
+            mine = np.arange(elements, dtype="float32") * (client.rank + 1)
+            (total,) = client.communicator.all_reduce([mine])
+            return total
+
+        for total in job.run(work):
+            np.testing.assert_array_equal(
+                total, np.arange(elements, dtype="float32") * 3
+            )
+    requests = [job.ends[index]["requests"] for index in range(servers)]
+    assert requests == ([10] if servers == 1 else [6, 6])
+
+
+def test_after_close_every_call_says_so(job):
+    tables = opened(job)
+    for client in job.clients:
+        client.close()
+        client.close()
+    for client, table in zip(job.clients, tables, strict=True):
+        with pytest.raises(errors.TransportClosed, match="closed"):
+            table.push_pull([None] * 5)
+        with pytest.raises(errors.TransportClosed, match="closed"):
+            client.communicator.barrier()
+        with pytest.raises(errors.TransportClosed, match="closed"):
+            client.stats()
+
+
+def test_a_wait_for_slower_workers_ends_when_the_client_is_closed():
+    with Servers(2, max_staleness=0) as job:
+        tables = opened(job, VARIABLES[:1])
+        begun = threading.Event()
+
+        def wait(_):
+            begun.set()
+            with pytest.raises(errors.TransportClosed):
+                tables[0].push_pull([None])
+
+        def close(_):
+            begun.wait(bound(10))
+            job.clients[0].close()
+
+        in_threads(2, lambda i: (wait, close)[i](i))
+
+
+def test_the_first_failure_is_told_once_before_other_threads_may_end_the_process():
+    # Rank 1, which fails, may hear of it as well.
+    told, known = [[], []], []
+    with Servers(2, mode="sync", connected=False) as job:
+
+        def connect(rank):
+            def note(error):
+                told[rank].append(error)
+                known.append(client.failure)
+
+            client = job.connect(rank, on_failure=note)
+            return client
+
+        job.clients = in_threads(2, connect)
+        job.clients[1].close(RuntimeError("out of paper"))
+        reason = r"its script ended with RuntimeError: out of paper"
+        for _ in range(2):
+            with pytest.raises(errors.WorkerLost, match=reason):
+                job.clients[0].communicator.barrier()
+        assert [error.rank for error in told[0]] == [1]
+        assert job.clients[0].failure is told[0][0]
+    assert set(known) == {None}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_who_closes_a_strategy_is_not_waited_for_until_its_next_one(mode):
+    with Servers(2, 1, kind="tcp", mode=mode) as job:
+        first, second = job.clients
+        first.use_again()
+        second.use_again()
+        second.leave(1)  # another one is open
+        job.run(lambda client: client.communicator.barrier())
+        second.leave(2)
+        with pytest.raises(errors.TransportClosed, match="Create a new strategy"):
+            second.check()
+        first.use_again()
+        second.use_again()
+        job.run(lambda client: client.communicator.barrier())
+        second.leave(3)
+        if mode == "sync":
+            with pytest.raises(errors.WorkerLost, match="closed its strategy"):
+                first.communicator.barrier()
+        else:
+            first.communicator.barrier()
+            assert first.communicator.ranks == (0,)
+            kinds = [event.kind for event in first.events]
+            assert set(kinds) == {"left"}

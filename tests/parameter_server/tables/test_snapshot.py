@@ -1,0 +1,156 @@
+"""Snapshots: whole or not at all, and damage is noticed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kerasdist import errors
+from kerasdist.parameter_server import snapshots
+from kerasdist.parameter_server.snapshots import (
+    SnapshotLock,
+    path_of,
+    read_snapshot,
+    remove_leftovers,
+    remove_snapshot,
+    write_snapshot,
+)
+from waiting import wait_until
+from workers import python_env
+
+ARRAYS = [
+    np.arange(12, dtype="float32").reshape(3, 4),
+    np.arange(5, dtype="int64"),
+    np.zeros((0, 3)),
+    np.array(2.5),
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return path_of(str(tmp_path / "new" / "folder"), 3)
+
+
+def test_what_is_written_is_read(path):
+    assert read_snapshot(path) is None
+    size = write_snapshot(
+        path, {"a": [1, None]}, [a.reshape(a.shape or (1,)) for a in ARRAYS]
+    )
+    assert path.stat().st_size == size
+    header, arrays = read_snapshot(path)
+    assert header == {"a": [1, None]}
+    for mine, array in zip(arrays, ARRAYS, strict=True):
+        assert mine.dtype == array.dtype
+        np.testing.assert_array_equal(mine, array.reshape(mine.shape))
+    write_snapshot(path, {"a": 2}, [])
+    assert read_snapshot(path) == ({"a": 2}, [])
+    assert os.listdir(path.parent) == ["server-3.snapshot"]
+    remove_snapshot(path)
+    remove_snapshot(path)
+    assert read_snapshot(path) is None
+
+
+def test_every_damaged_byte_and_every_missing_one_is_noticed(path):
+    write_snapshot(path, {"a": 1}, ARRAYS[:2])
+    data = path.read_bytes()
+    refused = {
+        "it begins with b'PK": b"PK\x03\x04" + bytes(1000),
+        "bytes of numbers": data + b"x",
+    }
+    for said, content in refused.items():
+        path.write_bytes(content)
+        with pytest.raises(errors.SnapshotError, match=said):
+            read_snapshot(path)
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 0x10
+        for content in (damaged, data[:place]):
+            path.write_bytes(content)
+            with pytest.raises(
+                errors.SnapshotError,
+                match=r"^The snapshot .* can't be used: .* `snapshot_dir`",
+            ):
+                read_snapshot(path)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_and_leaves_the_one_before(path):
+    write_snapshot(path, {"a": 1}, ARRAYS[:2])
+    blocked = path / "below a file"
+    with pytest.raises(errors.SnapshotError, match=r"^A snapshot can't be written"):
+        write_snapshot(blocked, {}, [])
+    assert read_snapshot(path)[0] == {"a": 1}
+
+
+def test_a_snapshot_is_its_owners_to_read_and_follows_nobodys_link(path, monkeypatch):
+    """Others may write to the folder, and may guess a name."""
+    victim = path.parent.parent / "victim"
+    path.parent.mkdir(parents=True)
+    victim.write_text("precious")
+    names = iter(["guessed", "guessed", "other"])
+    monkeypatch.setattr(snapshots.secrets, "token_hex", lambda size: next(names))
+    for link in (f".{path.name}.{os.getpid()}", f".{path.name}.guessed.part"):
+        (path.parent / link).symlink_to(victim)
+    with pytest.raises(errors.SnapshotError, match="File exists"):
+        write_snapshot(path, {}, ARRAYS)
+    # The link is somebody else's: it stays.
+    with pytest.raises(errors.SnapshotError, match="File exists"):
+        write_snapshot(path, {}, ARRAYS)
+    write_snapshot(path, {}, ARRAYS)
+    assert victim.read_text() == "precious"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_one_server_at_a_time_keeps_snapshots_at_a_path(path):
+    first = SnapshotLock(path)
+    other = SnapshotLock(path_of(str(path.parent), 4))
+    with pytest.raises(
+        errors.SnapshotError,
+        match=rf"^Another server keeps its snapshots at .*: process {os.getpid()} on ",
+    ):
+        SnapshotLock(path, 0.1)
+    first.release()
+    second = SnapshotLock(path)
+    for lock in (first, second, other):
+        lock.release()
+    assert list(path.parent.iterdir()) == []
+    # A link in its place isn't followed.
+    (path.parent / f".{path.name}.lock").symlink_to(path.parent / "elsewhere")
+    with pytest.raises(errors.SnapshotError, match="can't be written"):
+        SnapshotLock(path)
+
+
+def test_who_is_killed_while_it_writes_leaves_the_one_before(path):
+    script = """
+import sys
+from pathlib import Path
+import numpy as np
+from kerasdist.parameter_server.snapshots import write_snapshot
+number = 0
+while True:
+    write_snapshot(Path(sys.argv[1]), {"n": number}, [np.full(300_000, number)])
+    number += 1
+    print(number, flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        env=python_env(),
+        stdout=subprocess.PIPE,
+    )
+    try:
+        wait_until(path.exists, "the first snapshot")
+        process.stdout.readline()
+        process.stdout.readline()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    header, arrays = read_snapshot(path)
+    assert (arrays[0] == header["n"]).all()
+    (path.parent / f".{path.name}.0123456789abcdef.part").touch()
+    remove_leftovers(path)
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,66 @@
+"""The workers as one server knows them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kerasdist import errors
+from kerasdist.parameter_server.membership import Event, Membership, WorkerRecord
+
+
+def crew_of(size, mode):
+    members = Membership(size, mode)
+    for rank in range(size):
+        members.enter(WorkerRecord(rank, f"host{rank}:1", f"process {rank}"), None)
+    events: list[Event] = []
+    members.on_event.append(events.append)
+    return members, events
+
+
+def test_async_a_lost_worker_is_an_event():
+    members, events = crew_of(3, "async")
+    worker = members.workers[1]
+    worker.clock = 7
+    assert members.lose(worker, "it was killed")
+    assert not members.lose(worker, "again")
+    assert events == [Event("lost", 1, "host1:1", 7, "it was killed")]
+    assert members.failure is None
+    assert [p.rank for p in members.live()] == [0, 2]
+    assert members.current(1, "process 1") is None
+    members.enter(WorkerRecord(1, "host1:1", "process 9", clock=3), "joined")
+    assert events[-1] == Event("joined", 1, "host1:1", 3)
+    # The old process's connection may end after the new one has come.
+    assert not members.lose(worker, "late")
+    assert members.current(1, "process 9") is members.workers[1]
+
+
+def test_sync_a_lost_worker_is_the_jobs_failure():
+    members, _ = crew_of(2, "sync")
+    failures: list[errors.CollectiveError] = []
+    members.on_failure.append(failures.append)
+    members.lose(members.workers[1], "it was killed")
+    members.lose(members.workers[0], "it gave up")
+    (failure,) = failures
+    assert isinstance(failure, errors.WorkerLost)
+    assert (failure.rank, failure.host) == (1, "host1:1")
+    assert members.failure is failure
+    assert members.fail(errors.CollectiveError("later")) is failure
+
+
+def test_it_is_over_when_all_have_finished_or_are_lost():
+    members, events = crew_of(2, "async")
+    assert Membership(2, "async").missing() == [0, 1]
+    assert not Membership(2, "async").over
+    members.finish(members.workers[0], "it has finished")
+    members.finish(members.workers[0], "it has finished")
+    assert not members.over
+    members.lose(members.workers[1], "it was killed")
+    assert members.over
+    assert [event.kind for event in events] == ["finished", "lost"]
+
+
+def test_events_travel():
+    event = Event("lost", 1, "host1:1", 7, "it was killed")
+    assert Event.from_json(event.to_json()) == event
+    with pytest.raises(errors.ProtocolError, match=r"^An event is damaged"):
+        Event.from_json({"kind": "lost"})

@@ -1,0 +1,33 @@
+"""A worker's progress comes out of a message as it went in, and damage isn't fatal."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kerasdist.parameter_server.membership import WorkerProgress
+
+
+def test_through_a_message():
+    sent = WorkerProgress(
+        met=7, clocks={0: 3, 1: 4}, claims={2: (5, (6, 8))}, joining=True
+    )
+    received = WorkerProgress.from_json(json.loads(json.dumps(sent.to_json())))
+    assert (received.met, received.clocks, received.joining) == (7, {0: 3, 1: 4}, True)
+    assert received.claims == {2: (5, [6, 8])}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        [],
+        {"met": "7", "clocks": 1, "claims": [1], "joining": 1},
+        {"clocks": {"x": 1}, "claims": {"1": 2}},
+        {"clocks": {"0": 1e999}, "claims": {"1": [None, []]}},
+    ],
+)
+def test_what_is_damaged_counts_as_missing(value):
+    assert WorkerProgress.from_json(value) == WorkerProgress()
