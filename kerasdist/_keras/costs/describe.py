@@ -107,10 +107,10 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> list[int]:
     owned: set[int] = set()
     original = inner.add_variable_from_reference
 
-    def add(reference: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(reference, *args, **kwargs)
-        if id(reference) in counts:
-            counts[id(reference)] += _bytes(made)
+    def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(reference_variable, *args, **kwargs)
+        if id(reference_variable) in counts:
+            counts[id(reference_variable)] += _bytes(made)
             owned.add(id(made))
         return made
 
