@@ -8,7 +8,8 @@ from typing import Any
 
 from kerasdist.cluster import resolve
 from kerasdist.placement.micro_batch_order import Pipeline
-from kerasdist.placement.plan import Patterns, Plan
+from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.plan import Plan
 from kerasdist.strategies.cluster_resolver import (
     BlockStrategy,
     given_cluster,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kerasdist._keras.costs.describe import describe
-from kerasdist.placement.costs import Run
+from kerasdist.placement.partition import Run
 from kerasdist.placement.plan import Plan, make_plan
 from kerasdist.strategies.devices import Limits, find_devices
 

@@ -30,7 +30,7 @@ from keras.src.backend.common import global_state
 from kerasdist import _tf
 from kerasdist._keras.costs.liveness import Traced, Use, measure
 from kerasdist._keras.costs.placement_units import Units
-from kerasdist.placement.costs import LayerCost, ModelCost, TensorCost
+from kerasdist.placement.partition import LayerCost, ModelCost, TensorCost
 
 # The optimizer slots of trained weights, found by building the optimizer.
 

@@ -25,7 +25,7 @@ from kerasdist.cli.run.hosts.find_gpus import find_gpus
 from kerasdist.cli.run.launch import check_command, launch
 from kerasdist.cli.run.nodes import RendezvousError, meeting
 from kerasdist.cli.run.task_processes import FunctionFiles, JobSpec
-from kerasdist.placement.advice import counted
+from kerasdist.placement.plan import counted
 from kerasdist.transport.credentials import tls_fault
 from kerasdist.transport.handshake import secret_fault
 from kerasdist.transport.log import format_fault, level_fault

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.hosts.find_gpus import VARIABLE
-from kerasdist.placement.advice import counted
+from kerasdist.placement.plan import counted
 
 # The option `--gpus` of `kerasdist run`.
 

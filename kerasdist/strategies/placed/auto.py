@@ -17,8 +17,9 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist._keras import LayerFacts
 from kerasdist._keras.costs.describe import describe_built
-from kerasdist.placement.costs import Run
-from kerasdist.placement.plan import Device, Patterns, make_plan
+from kerasdist.placement.partition import Run
+from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.plan import Device, make_plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.placed.placer import Placer
 

@@ -24,7 +24,7 @@ from typing import Any
 from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts
 from kerasdist._tf.variables import facets_of
-from kerasdist.placement.plan import Patterns
+from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.placed.placer import Placer
 
 
