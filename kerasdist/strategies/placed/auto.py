@@ -16,7 +16,7 @@ from typing import Any
 
 from kerasdist import _tf
 from kerasdist._keras import LayerFacts
-from kerasdist._keras.costs.describe import describe_built
+from kerasdist._keras.costs.describe import describe
 from kerasdist.placement.partition import Run
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Device, make_plan
@@ -79,7 +79,7 @@ class AutoPlacer(Placer):
             micro_batches=self._micro_batches,
             rematerialize=self._rematerialize,
         )
-        costs = describe_built(model, max(2, run.part_rows), inputs)
+        costs = describe(lambda: model, max(2, run.part_rows), inputs=inputs)
         plan = make_plan(costs, run, self._described)
         names = {
             device.name: full
