@@ -24,11 +24,11 @@ from kerasdist.strategies.devices import (
     resolve_devices,
 )
 from kerasdist.strategies.options import check_installed
-from kerasdist.strategies.placed.auto import AutoPlacer
 from kerasdist.strategies.placed.placed_extended import PlacedExtended, install_hooks
 from kerasdist.strategies.placed.placer import Placer, check_micro_batches
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
+from kerasdist.strategies.plan import AutoPlacer
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log import name_task
 

@@ -34,6 +34,334 @@ from kerasdist import _tf
 from kerasdist._keras.costs.graph_costs import Traced, UnitCost, measure
 from kerasdist.placement.partition import LayerCost, ModelCost
 
+
+def describe(
+    model_fn: Callable[[], Any],
+    rows: int,
+    optimizer: Any = None,
+    inputs: Any = None,
+) -> ModelCost:
+    """Return what the layers of a model cost.
+
+    Args:
+        model_fn: Returns the model, which may also be one that exists: it isn't
+            changed. Takes no arguments.
+        rows: The number of rows to trace with, at least 2; costs are given per row.
+        optimizer: A Keras optimizer or its name; by default the one that the model was
+            compiled with, if any.
+        inputs: The model's inputs, if the model doesn't define them: shapes without the
+            batch (tuples), or `keras.Input`s, in a structure.
+
+    Raises:
+        ValueError: The model can't be built like this; the message names the fault.
+    """
+    with without_weights():
+        model = _built(model_fn)
+        # A single row could be mistaken for a dimension to broadcast.
+        return _describe(model, max(2, rows), optimizer, inputs)
+
+
+def _built(model_fn: Callable[[], Any]) -> Any:
+    try:
+        model = model_fn()
+    except tf.errors.FailedPreconditionError:
+        # The function reads weights, as in a call with zeros that builds a model:
+        # put its computation into a graph instead.
+        with tf.__internal__.FuncGraph("model").as_default(), shapes_only():
+            model = model_fn()
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "A plan needs a function that returns a model. Received: "
+            f"model_fn={model_fn!r}, which returned {model!r}; expected a "
+            "`keras.Model`."
+        )
+    return model
+
+
+def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None)
+    optimizer = _copy_of(optimizer)
+    graph = tf.__internal__.FuncGraph("step")
+    units = _Units(model)
+    with graph.as_default(), shapes_only():
+        data = _placeholders(model, rows, inputs)
+        with units.marking(), tf.GradientTape() as tape:
+            outputs = _call(model, data)
+        results = [
+            tensor
+            for tensor in tf.nest.flatten(outputs)
+            if tf.is_tensor(tensor) and tensor.dtype.is_floating
+        ]
+        forward = len(graph.get_operations())
+        trained = list({id(v): v for v in model.trainable_variables}.values())
+        seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in results]
+        gradients = tape.gradient(
+            results, [variable.value for variable in trained], output_gradients=seeds
+        )
+    costs = units.costs(optimizer, trained, gradients)
+    ends = tf.nest.flatten(gradients, expand_composites=True)
+    tensors = measure(
+        Traced(
+            made=graph.get_operations(),
+            forward=forward,
+            data=[t for t in tf.nest.flatten(data) if t is not None],
+            outputs=results,
+            seeds=seeds,
+            gradients=[tensor for tensor in ends if tensor is not None],
+            unit_of=units.of,
+            rows=rows,
+        ),
+        costs,
+    )
+    # In the order in which they run; those that don't are last.
+    ordered = sorted(costs, key=lambda cost: (cost.first is None, cost.first or 0))
+    layers = {
+        cost.path: cost for cost in ordered if cost.first is not None or cost.parameters
+    }
+    index = {path: i for i, path in enumerate(layers)}
+    return ModelCost(
+        layers=tuple(_layer_cost(cost, rows) for cost in layers.values()),
+        tensors=tuple(
+            dataclasses.replace(
+                tensor,
+                source=index[costs[tensor.source].path] if tensor.source >= 0 else -1,
+                consumers=tuple(index[costs[n].path] for n in tensor.consumers),
+            )
+            for tensor in tensors
+        ),
+    )
+
+
+def _layer_cost(cost: UnitCost, rows: int) -> LayerCost:
+    return LayerCost(
+        path=cost.path,
+        kind=cost.kind,
+        parameter_bytes=cost.parameters,
+        trainable_bytes=cost.trainable,
+        slot_bytes=cost.slots,
+        gradient_bytes=cost.gradients,
+        update_bytes=cost.update,
+        saved_row_bytes=cost.saved / rows,
+        saved_bytes=cost.fixed,
+        transient_row_bytes=cost.transient / rows,
+        output_row_bytes=cost.output / rows,
+        row_flops=cost.flops / rows,
+    )
+
+
+def _call(model: Any, data: Any) -> Any:
+    try:
+        return model(data, training=True)
+    except Exception as error:
+        raise ValueError(
+            "A plan calls the model with placeholders in a graph, and this failed: "
+            f"{type(error).__name__}: {error}\nReceived: inputs="
+            f"{tf.nest.map_structure(lambda t: (t.shape, t.dtype.name), data)!r}; "
+            "expected the inputs of `model.call` in `fit`. Give `inputs=` another "
+            "shape, or several in a list or dict."
+        ) from error
+
+
+def _placeholders(model: Any, rows: int, inputs: Any) -> Any:
+    """Return placeholders for a batch, in the structure of the model's inputs."""
+    given = inputs
+    for known in (model, getattr(model, "_functional", None)):
+        if given is None:
+            given = getattr(known, "_inputs_struct", None)
+    if given is None:
+        shapes = list((getattr(model, "_build_shapes_dict", None) or {}).values())
+        if len(shapes) == 1 and _is_shape(shapes[0]):
+            given = tuple(shapes[0][1:])
+    if given is None:
+        raise ValueError(
+            "A plan needs the shapes of the model's inputs. Received: "
+            f"model={type(model).__name__}({model.name!r}), which doesn't define them. "
+            "Give them as `inputs=(28, 28, 1)` (shapes without the batch, or "
+            "`keras.Input`s; several in a list or dict), begin the model with "
+            "`keras.Input`, or call `model.build` in `model_fn`."
+        )
+    return _placeholder(given, rows)
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, tuple | list) and all(
+        size is None or isinstance(size, int) for size in given
+    )
+
+
+def _placeholder(given: Any, rows: int) -> Any:
+    if isinstance(given, dict):
+        return {name: _placeholder(value, rows) for name, value in given.items()}
+    if _is_shape(given):
+        shape, dtype = [rows, *given], keras.config.floatx()
+    elif isinstance(given, tuple | list):
+        return type(given)([_placeholder(value, rows) for value in given])
+    else:
+        shape, dtype = [given.shape[0] or rows, *given.shape[1:]], given.dtype
+    if None in shape:
+        raise ValueError(
+            "A plan needs inputs of known sizes. Received: an input of shape "
+            f"{tuple(shape)} (the first is the batch); give `inputs=` with a number in "
+            "place of None, for instance the longest sequence."
+        )
+    return tf.compat.v1.placeholder(keras.backend.standardize_dtype(dtype), shape)
+
+
+# The layers of a model that are placed on a device as a whole.
+#
+# Built-in layers are, with all layers in them (MultiHeadAttention, Bidirectional,
+# RNNs). Models, and custom layers that consist of other layers, are divided; the
+# weights that such a layer has itself are placed by its own path.
+
+_MARK = re.compile(r"kerasdist_unit_(\d+)x")
+_marking = threading.Lock()
+
+
+def _goes_whole(layer: Any) -> bool:
+    """Return whether a layer is placed as a whole."""
+    built_in = type(layer).__module__.partition(".")[0] == "keras"
+    return not isinstance(layer, keras.Model) and (built_in or not layer._layers)
+
+
+class _Units:
+    """The layers of a model that are placed as a whole, numbered.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        layers: The layers by number.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._numbers: dict[int, int] = {}
+        self.layers: list[Any] = []
+
+    @contextlib.contextmanager
+    def marking(self) -> Iterator[None]:
+        """Let calls of layers mark the operations that they make, in this thread."""
+        original = keras.Layer.__call__
+        me = threading.get_ident()
+        inside = False
+
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if threading.get_ident() != me or inside or not _goes_whole(layer):
+                return original(layer, *args, **kwargs)
+            inside = True
+            try:
+                with tf.name_scope(f"kerasdist_unit_{self._number(layer)}x"):
+                    return original(layer, *args, **kwargs)
+            finally:
+                inside = False
+
+        with _marking:
+            keras.Layer.__call__ = call
+            try:
+                yield
+            finally:
+                keras.Layer.__call__ = original
+
+    def of(self, name: str) -> int | None:
+        """Return the number of the layer that made an operation of this name."""
+        marks = _MARK.findall(name)
+        return int(marks[-1]) if marks else None
+
+    def costs(
+        self, optimizer: Any, trained: Sequence[Any], gradients: Sequence[Any]
+    ) -> list[UnitCost]:
+        """Return the costs of each layer's variables, by number.
+
+        Layers with the same path, which go to one device, are one layer here.
+
+        Args:
+            optimizer: A new one; or None.
+            trained: The trained variables.
+            gradients: Theirs, or None where there is none.
+        """
+        slots = _slot_bytes(optimizer, trained)
+        about = {
+            id(variable): (size, gradient)
+            for variable, size, gradient in zip(trained, slots, gradients, strict=True)
+        }
+        owners = list(self._variables())
+        paths = {number: path for number, path, _ in owners}
+        costs: dict[str, UnitCost] = {}
+        found = []
+        for number, layer in enumerate(self.layers):
+            path = paths.get(number) or layer.name
+            new = UnitCost(path=path, kind=type(layer).__name__)
+            found.append(costs.setdefault(path, new))
+        for number, _, variables in owners:
+            cost = found[number]
+            for variable in variables:
+                size = _bytes(variable)
+                cost.parameters += size
+                if id(variable) not in about:
+                    continue
+                slot, gradient = about[id(variable)]
+                cost.trainable += size
+                cost.slots += slot
+                if gradient is not None and not _keeps_rows(optimizer, gradient):
+                    cost.gradients += size
+                    if optimizer is not None:
+                        cost.update = max(cost.update, _UPDATE_ARRAYS * size)
+        return found
+
+    def _variables(self) -> Iterator[tuple[int, str, list[Any]]]:
+        """Yield the number, path and variables of layers, each variable once.
+
+        A layer that only contains others, and has no variables, isn't yielded.
+        """
+        seen: set[int] = set()
+        top = self._model.path or self._model.name
+        for layer, path in _walk(self._model, top, set()):
+            variables = layer.variables if _goes_whole(layer) else _own_variables(layer)
+            own = [v for v in variables if id(v) not in seen]
+            seen.update(map(id, own))
+            if own or id(layer) in self._numbers:
+                yield self._number(layer), path, own
+
+    def _number(self, layer: Any) -> int:
+        if id(layer) not in self._numbers:
+            self._numbers[id(layer)] = len(self.layers)
+            self.layers.append(layer)
+        return self._numbers[id(layer)]
+
+
+def _walk(layer: Any, path: str, seen: set[int]) -> Iterator[tuple[Any, str]]:
+    """Yield all layers that may have variables, each once, and their paths."""
+    if id(layer) in seen or isinstance(layer, keras.layers.InputLayer):
+        return
+    seen.add(id(layer))
+    yield layer, path
+    if not _goes_whole(layer):
+        above = _prefix(layer, path)
+        for child in layer._layers:
+            yield from _walk(child, child.path or f"{above}{child.name}", seen)
+
+
+def _prefix(layer: Any, path: str) -> str:
+    """Return the beginning of the paths of a layer's children.
+
+    Only layers with a `build` of their own know their path; those of their siblings
+    begin alike. A functional model's name isn't a part of them.
+    """
+    for child in layer._layers:
+        if child.path and child.path.endswith(child.name):
+            return str(child.path.removesuffix(child.name))
+    return "" if hasattr(layer, "_inputs_struct") else f"{path}/"
+
+
+def _own_variables(layer: Any) -> list[Any]:
+    """Return the variables of a layer itself, without those of the layers in it."""
+    seeds = [generator.state for generator in layer._seed_generators]
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
+
+
 # The optimizer slots of trained weights, found by building the optimizer.
 
 # They don't touch rows without a gradient, and never make such a gradient dense.
@@ -152,7 +480,10 @@ def without_weights() -> Iterator[None]:
     state = global_state.GLOBAL_STATE_TRACKER
     # Until 3.15 settings were stored separately.
     settings = getattr(global_state, "GLOBAL_SETTINGS_TRACKER", None)
-    kept = {name: _copy(value) for name, value in vars(state).items()}
+    kept: dict[str, Any] = {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else value
+        for name, value in vars(state).items()
+    }
     python, numpy = random.getstate(), np.random.get_state()
     # A generator created inside would have no value.
     generator = kept.get("global_seed_generator")
@@ -183,10 +514,6 @@ def shapes_only() -> Any:
     return tf.variable_creator_scope(_create)
 
 
-def _copy(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
-
-
 def _create(create: Callable[..., Any], **kwargs: Any) -> Any:
     shape, dtype = _spec(kwargs["initial_value"], kwargs.get("dtype"))
     if shape.num_elements() is not None and shape.num_elements() <= _FEW_ELEMENTS:
@@ -210,340 +537,3 @@ def _spec(initial: Any, dtype: Any) -> tuple[Any, Any]:
     if not hasattr(initial, "shape") or not hasattr(initial, "dtype"):
         initial = np.asarray(initial)
     return tf.TensorShape(initial.shape), tf.as_dtype(dtype or initial.dtype)
-
-
-def describe(
-    model_fn: Callable[[], Any],
-    rows: int,
-    optimizer: Any = None,
-    inputs: Any = None,
-) -> ModelCost:
-    """Return what the layers of a model cost.
-
-    Args:
-        model_fn: Returns the model, which may also be one that exists: it isn't
-            changed. Takes no arguments.
-        rows: The number of rows to trace with; costs are given per row.
-        optimizer: A Keras optimizer or its name; by default the one that the model was
-            compiled with, if any.
-        inputs: The model's inputs, if the model doesn't define them: shapes without the
-            batch (tuples), or `keras.Input`s, in a structure.
-
-    Raises:
-        ValueError: The model can't be built like this; the message names the fault.
-    """
-    with without_weights():
-        model = _built(model_fn)
-        return _describe(model, rows, optimizer, inputs)
-
-
-def _built(model_fn: Callable[[], Any]) -> Any:
-    try:
-        model = model_fn()
-    except tf.errors.FailedPreconditionError:
-        # The function reads weights, as in a call with zeros that builds a model:
-        # put its computation into a graph instead.
-        with tf.__internal__.FuncGraph("model").as_default(), shapes_only():
-            model = model_fn()
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            "A plan needs a function that returns a model. Received: "
-            f"model_fn={model_fn!r}, which returned {model!r}; expected a "
-            "`keras.Model`."
-        )
-    return model
-
-
-def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
-    if optimizer is None:
-        optimizer = getattr(model, "optimizer", None)
-    optimizer = _copy_of(optimizer)
-    graph = tf.__internal__.FuncGraph("step")
-    units = _Units(model)
-    with graph.as_default(), shapes_only():
-        data = _placeholders(model, rows, inputs)
-        with units.marking(), tf.GradientTape() as tape:
-            outputs = _call(model, data)
-        results = [
-            tensor
-            for tensor in tf.nest.flatten(outputs)
-            if tf.is_tensor(tensor) and tensor.dtype.is_floating
-        ]
-        forward = len(graph.get_operations())
-        trained = list({id(v): v for v in model.trainable_variables}.values())
-        seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in results]
-        gradients = tape.gradient(
-            results, [variable.value for variable in trained], output_gradients=seeds
-        )
-    costs = units.costs(optimizer, trained, gradients)
-    ends = tf.nest.flatten(gradients, expand_composites=True)
-    tensors = measure(
-        Traced(
-            made=graph.get_operations(),
-            forward=forward,
-            data=[t for t in tf.nest.flatten(data) if t is not None],
-            outputs=results,
-            seeds=seeds,
-            gradients=[tensor for tensor in ends if tensor is not None],
-            unit_of=units.of,
-            rows=rows,
-        ),
-        costs,
-    )
-    # In the order in which they run; those that don't are last.
-    order = sorted(
-        (
-            n
-            for n, cost in enumerate(costs)
-            if cost.first is not None or cost.parameters
-        ),
-        key=lambda n: (costs[n].first is None, costs[n].first or 0, n),
-    )
-    layers = list({id(costs[n]): costs[n] for n in order}.values())
-    index = {id(cost): i for i, cost in enumerate(layers)}
-    return ModelCost(
-        layers=tuple(_layer_cost(cost, rows) for cost in layers),
-        tensors=tuple(
-            dataclasses.replace(
-                tensor,
-                source=index[id(costs[tensor.source])] if tensor.source >= 0 else -1,
-                consumers=tuple(index[id(costs[n])] for n in tensor.consumers),
-            )
-            for tensor in tensors
-        ),
-    )
-
-
-def _layer_cost(cost: UnitCost, rows: int) -> LayerCost:
-    return LayerCost(
-        path=cost.path,
-        kind=cost.kind,
-        parameter_bytes=cost.parameters,
-        trainable_bytes=cost.trainable,
-        slot_bytes=cost.slots,
-        gradient_bytes=cost.gradients,
-        update_bytes=cost.update,
-        saved_row_bytes=cost.saved / rows,
-        saved_bytes=cost.fixed,
-        transient_row_bytes=cost.transient / rows,
-        output_row_bytes=cost.output / rows,
-        row_flops=cost.flops / rows,
-    )
-
-
-def _call(model: Any, data: Any) -> Any:
-    try:
-        return model(data, training=True)
-    except Exception as error:
-        raise ValueError(
-            "A plan calls the model with placeholders in a graph, and this failed: "
-            f"{type(error).__name__}: {error}\nReceived: inputs="
-            f"{tf.nest.map_structure(lambda t: (t.shape, t.dtype.name), data)!r}; "
-            "expected the inputs of `model.call` in `fit`. Give `inputs=` another "
-            "shape, or several in a list or dict."
-        ) from error
-
-
-def _placeholders(model: Any, rows: int, inputs: Any) -> Any:
-    """Return placeholders for a batch, in the structure of the model's inputs."""
-    given = inputs
-    if given is None:
-        given = getattr(model, "_inputs_struct", None)
-        functional = getattr(model, "_functional", None)
-        if given is None and functional is not None:
-            given = functional._inputs_struct
-    if given is None:
-        shapes = list((getattr(model, "_build_shapes_dict", None) or {}).values())
-        if len(shapes) == 1:
-            shape = shapes[0]
-            given = tuple(shape[1:]) if _is_shape(shape) else None
-    if given is None:
-        raise ValueError(
-            "A plan needs the shapes of the model's inputs. Received: "
-            f"model={type(model).__name__}({model.name!r}), which doesn't define them. "
-            "Give them as `inputs=(28, 28, 1)` (shapes without the batch, or "
-            "`keras.Input`s; several in a list or dict), begin the model with "
-            "`keras.Input`, or call `model.build` in `model_fn`."
-        )
-    return _placed(given, rows)
-
-
-def _is_shape(given: Any) -> bool:
-    return isinstance(given, tuple | list) and all(
-        size is None or isinstance(size, int) for size in given
-    )
-
-
-def _placed(given: Any, rows: int) -> Any:
-    if isinstance(given, dict):
-        return {name: _placed(value, rows) for name, value in given.items()}
-    if _is_shape(given):
-        shape, dtype = [rows, *given], keras.config.floatx()
-    elif isinstance(given, tuple | list):
-        return type(given)([_placed(value, rows) for value in given])
-    else:
-        shape = [given.shape[0] or rows, *given.shape[1:]]
-        dtype = given.dtype
-    if None in shape:
-        raise ValueError(
-            "A plan needs inputs of known sizes. Received: an input of shape "
-            f"{tuple(shape)} (the first is the batch); give `inputs=` with a number in "
-            "place of None, for instance the longest sequence."
-        )
-    return tf.compat.v1.placeholder(keras.backend.standardize_dtype(dtype), shape)
-
-
-# The layers of a model that are placed on a device as a whole.
-#
-# Built-in layers are, with all layers in them (MultiHeadAttention, Bidirectional,
-# RNNs). Models, and custom layers that consist of other layers, are divided; the
-# weights that such a layer has itself are placed by its own path.
-
-_MARK = re.compile(r"kerasdist_unit_(\d+)x")
-_marking = threading.Lock()
-
-
-def _goes_whole(layer: Any) -> bool:
-    """Return whether a layer is placed as a whole."""
-    if isinstance(layer, keras.Model):
-        return False
-    built_in = type(layer).__module__.partition(".")[0] == "keras"
-    return built_in or not layer._layers
-
-
-class _Units:
-    """The layers of a model that are placed as a whole, numbered.
-
-    Args:
-        model: The model.
-
-    Attributes:
-        layers: The layers by number.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._numbers: dict[int, int] = {}
-        self.layers: list[Any] = []
-
-    @contextlib.contextmanager
-    def marking(self) -> Iterator[None]:
-        """Let calls of layers mark the operations that they make, in this thread."""
-        original = keras.Layer.__call__
-        me = threading.get_ident()
-        inside = False
-
-        @functools.wraps(original)
-        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal inside
-            if threading.get_ident() != me or inside or not _goes_whole(layer):
-                return original(layer, *args, **kwargs)
-            inside = True
-            try:
-                with tf.name_scope(f"kerasdist_unit_{self._number(layer)}x"):
-                    return original(layer, *args, **kwargs)
-            finally:
-                inside = False
-
-        with _marking:
-            keras.Layer.__call__ = call
-            try:
-                yield
-            finally:
-                keras.Layer.__call__ = original
-
-    def of(self, name: str) -> int | None:
-        """Return the number of the layer that made an operation of this name."""
-        marks = _MARK.findall(name)
-        return int(marks[-1]) if marks else None
-
-    def costs(
-        self, optimizer: Any, trained: Sequence[Any], gradients: Sequence[Any]
-    ) -> list[UnitCost]:
-        """Return the costs of each layer's variables, by number.
-
-        Layers with the same path, which go to one device, are one layer here.
-
-        Args:
-            optimizer: A new one; or None.
-            trained: The trained variables.
-            gradients: Theirs, or None where there is none.
-        """
-        slots = _slot_bytes(optimizer, trained)
-        about = {
-            id(variable): (size, gradient)
-            for variable, size, gradient in zip(trained, slots, gradients, strict=True)
-        }
-        owners = list(self._variables())
-        paths = {number: path for number, path, _ in owners}
-        costs: dict[str, UnitCost] = {}
-        found = []
-        for number, layer in enumerate(self.layers):
-            path = paths.get(number) or layer.name
-            new = UnitCost(path=path, kind=type(layer).__name__)
-            found.append(costs.setdefault(path, new))
-        for number, _, variables in owners:
-            cost = found[number]
-            for variable in variables:
-                size = _bytes(variable)
-                cost.parameters += size
-                if id(variable) not in about:
-                    continue
-                slot, gradient = about[id(variable)]
-                cost.trainable += size
-                cost.slots += slot
-                if gradient is not None and not _keeps_rows(optimizer, gradient):
-                    cost.gradients += size
-                    if optimizer is not None:
-                        cost.update = max(cost.update, _UPDATE_ARRAYS * size)
-        return found
-
-    def _variables(self) -> Iterator[tuple[int, str, list[Any]]]:
-        """Yield the number, path and variables of layers, each variable once.
-
-        A layer that only contains others, and has no variables, isn't yielded.
-        """
-        seen: set[int] = set()
-        for layer, path in self._walk(
-            self._model, self._model.path or self._model.name, set()
-        ):
-            variables = layer.variables if _goes_whole(layer) else _own_variables(layer)
-            own = [v for v in variables if id(v) not in seen]
-            seen.update(map(id, own))
-            if own or id(layer) in self._numbers:
-                yield self._number(layer), path, own
-
-    def _number(self, layer: Any) -> int:
-        if id(layer) not in self._numbers:
-            self._numbers[id(layer)] = len(self.layers)
-            self.layers.append(layer)
-        return self._numbers[id(layer)]
-
-    def _walk(self, layer: Any, path: str, seen: set[int]) -> Iterator[tuple[Any, str]]:
-        """Yield all layers that may have variables, each once, and their paths."""
-        if id(layer) in seen or isinstance(layer, keras.layers.InputLayer):
-            return
-        seen.add(id(layer))
-        yield layer, path
-        if not _goes_whole(layer):
-            above = _prefix(layer, path)
-            for child in layer._layers:
-                yield from self._walk(child, child.path or f"{above}{child.name}", seen)
-
-
-def _prefix(layer: Any, path: str) -> str:
-    """Return the beginning of the paths of a layer's children.
-
-    Only layers with a `build` of their own know their path; those of their siblings
-    begin alike. A functional model's name isn't a part of them.
-    """
-    for child in layer._layers:
-        if child.path and child.path.endswith(child.name):
-            return str(child.path.removesuffix(child.name))
-    return "" if hasattr(layer, "_inputs_struct") else f"{path}/"
-
-
-def _own_variables(layer: Any) -> list[Any]:
-    """Return the variables of a layer itself, without those of the layers in it."""
-    seeds = [generator.state for generator in layer._seed_generators]
-    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
