@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,8 +103,10 @@ class AutoPlacer(Placer):
         names = resolve_devices([device.name for device in devices], "devices")
         super().__init__(Patterns({}), names)
         self._described = tuple(devices)
-        self._micro_batches = micro_batches
-        self._rematerialize = rematerialize
+        # Of a batch whose rows aren't known yet.
+        self._run = Run(
+            batch_size=1, micro_batches=micro_batches, rematerialize=rematerialize
+        )
         self._host = _tf.host_of(names[0])
 
     @property
@@ -137,11 +140,7 @@ class AutoPlacer(Placer):
         """
         if self.plan is not None:
             return
-        run = Run(
-            batch_size=rows,
-            micro_batches=self._micro_batches,
-            rematerialize=self._rematerialize,
-        )
+        run = dataclasses.replace(self._run, batch_size=rows)
         costs = describe(lambda: model, run.part_rows, inputs=inputs)
         plan = make_plan(costs, run, self._described)
         full = dict(zip((one.name for one in plan.devices), self.devices, strict=True))

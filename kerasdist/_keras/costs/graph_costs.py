@@ -152,6 +152,23 @@ class _Memory:
     is_gradient: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """An operation of a step.
+
+    Attributes:
+        index: Its place in the order of creation.
+        op: The operation.
+        inputs: The memory that it reads.
+        outputs: The memory of its results.
+    """
+
+    index: int
+    op: Any
+    inputs: list[_Memory]
+    outputs: list[_Memory]
+
+
 def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
     """Add the memory and work of a step to its layers.
 
@@ -163,65 +180,56 @@ def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
         The tensors of the forward pass that pass from one layer to others, by number.
     """
     order, border = _order(step)
-    made = [step.made[i] for i in order]
-    tensors = _memory(step, made)
-    inputs = [[tensors[tensor.name] for tensor in op.inputs] for op in made]
-    outputs = [[tensors[tensor.name] for tensor in op.outputs] for op in made]
-    for place, op in enumerate(made):
-        if op.type.startswith(_RANDOM) or any(one.by_rows for one in inputs[place]):
-            for one in outputs[place]:
-                one.by_rows = True
-        if op.type not in _SHAPES_ONLY:
-            for one in inputs[place]:
-                one.read = place
+    tensors = _memory(step, [step.made[i] for i in order])
+    nodes = [
+        _Node(
+            index=i,
+            op=step.made[i],
+            inputs=[tensors[tensor.name] for tensor in step.made[i].inputs],
+            outputs=[tensors[tensor.name] for tensor in step.made[i].outputs],
+        )
+        for i in order
+    ]
+    _find_lifetimes(nodes)
     for tensor in step.outputs:
         # The loss reads them.
-        one = tensors[tensor.name]
-        one.read = max(one.read, border)
-    left = [tensors[tensor.name] for tensor in step.gradients]
-    while left:
-        one = left.pop()
-        if not one.is_gradient and one.made >= border:
-            one.is_gradient = True
-            if made[one.made].type in ("AddN", "AddV2"):
-                left += inputs[one.made]
-    every = dict.fromkeys(tensors.values())
-    saved = {one for one in every if one.made < border <= one.read and not one.is_batch}
-    transient = {
-        one for one in every if not (one in saved or one.is_batch or one.is_gradient)
-    }
-    ending = [0] * len(made)
+        tensors[tensor.name].read = max(tensors[tensor.name].read, border)
+    _mark_gradients([tensors[tensor.name] for tensor in step.gradients], nodes, border)
+    every = [one for one in dict.fromkeys(tensors.values()) if not one.is_batch]
+    saved = {one for one in every if one.made < border <= one.read}
+    transient = {one for one in every if one not in saved and not one.is_gradient}
+    ending = [0] * len(nodes)
     for one in transient:
         if one.read >= 0:
             ending[one.read] += one.size
 
     live = number = 0
     readers: dict[_Memory, set[int]] = {}
-    for place, (i, op) in enumerate(zip(order, made, strict=True)):
-        given = step.unit_of(op.name)
+    for place, node in enumerate(nodes):
+        given = step.unit_of(node.op.name)
         if given is None:
             # Between layers: that of its largest input.
             sources = [
                 (one.size, one.unit)
-                for one in inputs[place]
+                for one in node.inputs
                 if one.by_rows and not one.is_batch
             ]
             given = max(sources)[1] if sources else number
         number = given
         unit = units[number]
         if unit.first is None:
-            unit.first = i
-        if i < step.forward:
-            unit.flops += _flops(op)
-            for one in inputs[place]:
+            unit.first = node.index
+        if node.index < step.forward:
+            unit.flops += _flops(node.op)
+            for one in node.inputs:
                 if one.by_rows and one.size:
                     readers.setdefault(one, set()).add(number)
-        mine = {one for one in outputs[place] if one.made == place}
+        mine = {one for one in node.outputs if one.made == place}
         for one in mine:
             one.unit = number
         new = sum(one.size for one in mine & transient)
         unread = sum(one.size for one in mine & transient if one.read < 0)
-        taken = min(new, ending[place]) if _IN_PLACE.fullmatch(op.type) else 0
+        taken = min(new, ending[place]) if _IN_PLACE.fullmatch(node.op.type) else 0
         unit.transient = max(unit.transient, live + new - taken)
         live += new - ending[place] - unread
     for one in saved:
@@ -283,6 +291,30 @@ def _memory(step: Traced, made: Sequence[Any]) -> dict[str, _Memory]:
             new = _Memory(size, place, is_batch=name in batch, by_rows=name in batch)
             found[name] = found.setdefault(key, new)
     return found
+
+
+def _find_lifetimes(nodes: Sequence[_Node]) -> None:
+    """Find what depends on the number of rows, and the last operation that reads it."""
+    for place, node in enumerate(nodes):
+        kind = node.op.type
+        if kind.startswith(_RANDOM) or any(one.by_rows for one in node.inputs):
+            for one in node.outputs:
+                one.by_rows = True
+        if kind not in _SHAPES_ONLY:
+            for one in node.inputs:
+                one.read = place
+
+
+def _mark_gradients(
+    gradients: list[_Memory], nodes: Sequence[_Node], border: int
+) -> None:
+    """Mark the gradients of weights, and the parts of those that are sums."""
+    while gradients:
+        one = gradients.pop()
+        if not one.is_gradient and one.made >= border:
+            one.is_gradient = True
+            if nodes[one.made].op.type in ("AddN", "AddV2"):
+                gradients += nodes[one.made].inputs
 
 
 def _bytes(tensor: Any) -> int:

@@ -43,10 +43,7 @@ class _OneDevice(Placer):
         del layer
         return self.devices[0]
 
-    def device_of(self, layer: LayerFacts) -> str | None:
-        """See `LayerPlacer`."""
-        del layer
-        return self.devices[0]
+    device_of = wish
 
     def variable_device(
         self, path: str, called: tuple[str, ...], device: str | None
