@@ -24,15 +24,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import selectors
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
 
 from kerasdist.cli.console import print_line, print_line_soon
-from kerasdist.cli.run.elastic_outcome import ChiefOutput, ElasticOutcome
+from kerasdist.cli.run.job_spec import FunctionFiles, JobSpec, TaskProcess
 from kerasdist.cli.run.outcome import JobOutcome, in_words
-from kerasdist.cli.run.output import ChiefErrors, OutputPump
+from kerasdist.cli.run.output import JobOutput, OutputPump
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -44,15 +47,8 @@ from kerasdist.cli.run.processes import (
     kill_left_behind,
     signal_all,
 )
-from kerasdist.cli.run.spawn import (
-    HostPorts,
-    JobPorts,
-    Launch,
-    PartPorts,
-    Started,
-    lines_of,
-)
-from kerasdist.cli.run.task_processes import FunctionFiles, JobSpec
+from kerasdist.cli.run.spawn import JobPorts, Launch, Started
+from kerasdist.transport import log
 
 # The report to the caller about the end of a job that ran a function.
 
@@ -160,45 +156,24 @@ class JobSupervisor:
     """
 
     def __init__(self, job: JobSpec, life: int, group: int, secret: str) -> None:
+        self._job = job
         self._life = life
         self._group = group
         self._tasks: list[Started] = []
         self._frozen = FrozenTasks(self._tasks)
-        self._grace = None if job.elastic is None else job.elastic.grace
-        if job.elastic is None:
-            keep = False
-        else:
-            keep = job.elastic.restarts > 0 or job.elastic.grows
-        if job.part is not None:
-            self._ports: JobPorts = PartPorts(job, job.part)
-        elif job.hosts is None:
-            self._ports = JobPorts(job, keep=keep)
-        else:
-            self._ports = HostPorts(job, job.hosts.places)
-        if job.elastic is None:
-            self._pump = OutputPump(1) if job.tagged else None
-            self._outcome = JobOutcome(job, self._tasks)
-            lines = lines_of
-        else:
-            self._pump = OutputPump(1)
-            output = ChiefOutput(job, self._pump)
-            self._outcome = ElasticOutcome(
-                job, self._tasks, job.elastic, self._ports, output
-            )
-            lines = output.lines_of
-        self._chief_errors = ChiefErrors(job.environ) if job.quiet else None
+        ports = JobPorts(job)
+        copies = job.tagged or job.elastic is not None
+        self._output = JobOutput(job, OutputPump(1) if copies else None)
+        self._outcome = JobOutcome(job, self._tasks, ports, self._output)
         self._launch = Launch(
             job=job,
-            ports=self._ports,
+            ports=ports,
             group=group,
             secret=secret,
             environ=self._outcome.environ,
             pass_fds=self._outcome.inherited,
-            pump=self._pump,
-            lines_of=lines,
-            chief_errors=self._chief_errors,
+            output=self._output,
         )
-        self._function = job.function
         self._grows = job.elastic is not None and job.elastic.grows
         self._signal: int | None = None
         self._signal_at = 0.0
@@ -240,13 +215,11 @@ class JobSupervisor:
                 left = kill_all(_GIVE_UP)
                 if left:
                     print_line(f"processes {left} can't be killed", logging.ERROR)
-        for pump in (self._pump, self._chief_errors):
-            if pump is not None:
-                pump.finish(_OUTPUT_SECONDS)
+        self._output.finish(_OUTPUT_SECONDS)
         code = self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
-        if self._function is not None:
+        if self._job.function is not None:
             first = self._outcome.first_failure() if code else None
-            send_outcome(self._function, self._tasks, first)
+            send_outcome(self._job.function, self._tasks, first)
         return code
 
     # The watch.
@@ -259,26 +232,14 @@ class JobSupervisor:
             while True:
                 self._reap()
                 self._outcome.read()
-                self._start_again()
+                for ended in self._outcome.take_restarts():
+                    self._start(ended, f"{ended.task} can't be started again")
                 running = [w for w in self._tasks if w.code is None]
-                if not running and not self._outcome.restart_pending:
-                    # Grandchildren, which may hold the terminal or a pipe of ours.
-                    if not descendants(os.getpid()):
-                        return
-                    if not self._plan or self._lets_leave:
-                        self._lets_leave = False
-                        self._plan_to_end(0.0, TERM_TO_KILL)
-                elif self._outcome.only_servers_running and (
-                    not self._plan or self._lets_leave
-                ):
-                    # They end by themselves, unless they wait for workers.
-                    self._lets_leave = False
-                    self._plan_to_end(LET_LOST_END, LET_LOST_END + TERM_TO_KILL)
-                elif self._outcome.only_lost_workers_running and not self._plan:
-                    # Frozen, or busy with results that no task needs any more.
-                    self._plan_to_end(LET_LOST_END, LET_LOST_END + TERM_TO_KILL)
-                elif not self._plan and (frozen := self._frozen.found()):
-                    self._end_frozen(frozen)
+                # Grandchildren may hold the terminal or a pipe of ours.
+                over = not running and not self._outcome.restart_pending
+                if over and not descendants(os.getpid()):
+                    return
+                self._end_what_is_left(over=over)
                 self._extend_grace_period()
                 self._send_what_is_due()
                 if self._give_up_at and time.monotonic() > self._give_up_at:
@@ -290,28 +251,33 @@ class JobSupervisor:
                     elif key.fd == self._life:
                         selector.unregister(self._life)
                         self._launcher_lost = True
-                        self._plan_to_end(0.0, TERM_TO_KILL)
+                        self._plan_to_end(0.0)
 
-    def _start_again(self) -> None:
-        for ended in self._outcome.take_restarts():
-            try:
-                again = self._launch.start_again(ended)
-            except OSError as error:
-                print_line_soon(
-                    f"{ended.task} can't be started again: {error}", logging.ERROR
-                )
-            else:
-                self._tasks[self._tasks.index(ended)] = again
+    def _end_what_is_left(self, *, over: bool) -> None:
+        """Plan the end of what no task needs any more, if anything.
 
-    def _end_frozen(self, frozen: list[Started]) -> None:
-        names = " and ".join(str(each.task) for each in frozen)
-        were = "were" if len(frozen) > 1 else "was"
-        print_line_soon(
-            f"{names} {were} stopped by a signal, and all others have ended: "
-            "waiting no longer",
-            logging.WARNING,
-        )
-        self._plan_to_end(0.0, TERM_TO_KILL)
+        Args:
+            over: Whether all tasks have ended for good.
+        """
+        if over or self._outcome.only_servers_running:
+            if not self._plan or self._lets_leave:
+                self._lets_leave = False
+                # Servers end by themselves, unless they wait for workers.
+                self._plan_to_end(0.0 if over else LET_LOST_END)
+        elif self._plan:
+            return
+        elif self._outcome.only_lost_workers_running:
+            # Frozen, or busy with results that no task needs any more.
+            self._plan_to_end(LET_LOST_END)
+        elif frozen := self._frozen.found():
+            names = " and ".join(str(each.task) for each in frozen)
+            were = "were" if len(frozen) > 1 else "was"
+            print_line_soon(
+                f"{names} {were} stopped by a signal, and all others have ended: "
+                "waiting no longer",
+                logging.WARNING,
+            )
+            self._plan_to_end(0.0)
 
     def _reap(self) -> None:
         by_pid = {w.process.pid: w for w in self._tasks if w.code is None}
@@ -329,25 +295,30 @@ class JobSupervisor:
             worker.code = os.waitstatus_to_exitcode(status)
             worker.process.returncode = worker.code  # it can't be waited for again
             if self._outcome.fails_with(worker):
-                self._plan_to_end(LET_THEM_FAIL, LET_THEM_FAIL + TERM_TO_KILL)
+                self._plan_to_end(LET_THEM_FAIL)
             elif worker.code and self._outcome.restart_pending:
                 # A child could hold its port, or its memory.
                 kill_left_behind(pid, self._group if worker.on_terminal else None)
 
-    def _grow(self) -> None:
-        """Start one more worker."""
-        found = self._outcome.take_growth()
+    def _start(self, task: TaskProcess | Started, failed: str) -> None:
+        """Start one more worker, or one that has ended again."""
         try:
-            if isinstance(found, Started):
-                self._tasks[self._tasks.index(found)] = self._launch.start_again(found)
-            elif found is not None:
-                self._tasks.append(self._launch.add(found))
+            started = self._launch.start_one(task)
         except OSError as error:
-            print_line_soon(f"the worker can't be started: {error}", logging.ERROR)
+            print_line_soon(f"{failed}: {error}", logging.ERROR)
+        else:
+            if isinstance(task, Started):
+                self._tasks[self._tasks.index(task)] = started
+            else:
+                self._tasks.append(started)
 
     def _on_signal(self, number: int) -> None:
-        if number == GROW_SIGNAL and self._grows:
-            self._grow()
+        if (
+            number == GROW_SIGNAL
+            and self._grows
+            and (added := self._outcome.take_growth())
+        ):
+            self._start(added, "the worker can't be started")
         if number not in ENDING_SIGNALS:
             return
         now = time.monotonic()
@@ -357,44 +328,34 @@ class JobSupervisor:
                 self._plan = [(now, signal.SIGKILL)]
             return
         self._signal, self._signal_at = number, now
-        if number == signal.SIGTERM and self._grace is not None:
-            self._let_leave(self._grace)
+        if number == signal.SIGTERM and self._job.elastic is not None:
+            # The workers leave after their step; they still need their children.
+            self._lets_leave = True
+            self._plan_to_end(self._job.elastic.grace)
+        elif number == signal.SIGINT:
+            self._plan_to_end(INTERRUPT_TO_TERM)
+        else:
+            self._plan_to_end(0.0)
             return
-        if number != signal.SIGINT:
-            self._plan_to_end(0.0, TERM_TO_KILL)
-            return
-        self._plan_to_end(INTERRUPT_TO_TERM, INTERRUPT_TO_TERM + TERM_TO_KILL)
         for worker in self._tasks:
             if worker.code is None:
                 worker.ended_by_us = True
                 # Servers end after their workers, which may still need them. The
                 # terminal has signalled the chief itself; a second signal would
                 # interrupt the chief's handling of the first.
-                if worker.task.is_server:
-                    continue
-                if not worker.on_terminal or not in_foreground(self._group):
+                by_terminal = number == signal.SIGINT and worker.on_terminal
+                if not worker.task.is_server and not (
+                    by_terminal and in_foreground(self._group)
+                ):
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker.process.pid, signal.SIGINT)
+                        os.kill(worker.process.pid, number)
 
-    def _let_leave(self, grace: float) -> None:
-        """Ask the workers to leave after their step; they still need their children."""
-        self._lets_leave = True
-        self._plan_to_end(grace, grace + TERM_TO_KILL)
-        for worker in self._tasks:
-            if worker.code is None:
-                worker.ended_by_us = True
-                # Servers end after their workers, which may still need them.
-                if worker.task.is_server:
-                    continue
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.process.pid, signal.SIGTERM)
-
-    def _plan_to_end(self, term: float, kill: float) -> None:
-        """Schedule SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""
+    def _plan_to_end(self, term: float) -> None:
+        """Schedule SIGTERM in seconds from now, then SIGKILL, if nothing earlier is."""
         self._outcome.over = True
-        now = time.monotonic()
-        if not self._plan or self._plan[0][0] > now + term:
-            self._plan = [(now + term, signal.SIGTERM), (now + kill, signal.SIGKILL)]
+        term += time.monotonic()
+        if not self._plan or self._plan[0][0] > term:
+            self._plan = [(term, signal.SIGTERM), (term + TERM_TO_KILL, signal.SIGKILL)]
 
     def _extend_grace_period(self) -> None:
         """Delay SIGTERM after a failure for the task whose exit code counts.
@@ -441,3 +402,88 @@ class JobSupervisor:
 
 def _ignore(number: int, frame: object) -> None:
     """Ignore a signal: its number is in the wake-up pipe."""
+
+
+def run_supervised(job: JobSpec) -> int:
+    """Fork the supervisor, forward signals to it, and return the exit code.
+
+    When this returns, nothing of the job runs any more.
+    """
+    secret = os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32)
+    group = os.getpgrp()
+    others = frozenset(descendants(os.getpid()))  # not part of the job
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Until both processes have their handlers no signal may be lost.
+    forwarded: tuple[signal.Signals, ...] = ENDING_SIGNALS
+    if job.elastic is not None and job.elastic.grows:
+        forwarded = (*forwarded, GROW_SIGNAL)
+    blocked = frozenset({*forwarded, signal.SIGCHLD})
+    unblock = blocked - signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    life_read, life_write = os.pipe()
+    with adopt_orphans():
+        supervisor = os.fork()
+        if supervisor == 0:
+            # Leave by os._exit only: no code of the caller may run twice.
+            code = 1
+            try:
+                os.close(life_write)
+                os.setpgid(0, 0)
+                code = JobSupervisor(job, life_read, group, secret).run(unblock)
+            except BaseException:  # the user must see all of them
+                sys.excepthook(*sys.exc_info())
+            finally:
+                log.flush(None)  # as `sys.exit` would
+                with contextlib.suppress(OSError):
+                    sys.stderr.flush()
+                os._exit(code)
+        os.close(life_read)
+        try:
+            with _forwarding_signals(supervisor, forwarded, unblock) as received:
+                _, status = os.waitpid(supervisor, 0)
+        finally:
+            os.close(life_write)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            # It was killed; its adopted children are ours now.
+            kill_all(2.0, others)
+            print_line(
+                f"the supervisor of the workers was ended by signal {-code}",
+                logging.ERROR,
+            )
+            return 128 - code
+    if code != 0 and received:
+        return 128 + received[0]
+    return code
+
+
+@contextlib.contextmanager
+def _forwarding_signals(
+    supervisor: int,
+    forwarded: Sequence[signal.Signals],
+    unblock: frozenset[signal.Signals],
+) -> Iterator[list[int]]:
+    """Forward signals to the supervisor, inside the block.
+
+    Yields:
+        The signals received that end the job, in order.
+    """
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number in ENDING_SIGNALS:
+            received.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, number)
+
+    before = {}
+    for number in forwarded:
+        # A signal that `nohup` or a shell's `&` ignores stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,21 +1,23 @@
-"""The specification of a job of `kerasdist run`."""
+"""The specification of a job of `kerasdist run`: its tasks, and what each gets."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import itertools
 import json
+import logging
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from kerasdist.cli.run.gpus import Division
-from kerasdist.cli.run.hosts.check import TasksOnHosts
+from kerasdist.cli.console import print_line
+from kerasdist.cli.run.hosts.find_gpus import VARIABLE
+from kerasdist.cli.run.hosts.places import TasksOnHosts
 from kerasdist.cli.run.nodes import LocalPart
-from kerasdist.cluster.tf_config import grace_seconds
-from kerasdist.errors import ClusterError
+from kerasdist.cli.run.options import ElasticOptions
+from kerasdist.placement.advice import counted
 from kerasdist.run_function.launcher import (
     CALL_VARIABLE,
     OUTCOME_VARIABLE,
@@ -92,126 +94,162 @@ class FunctionFiles:
             pass
 
 
-# The options of `kerasdist run` for elastic jobs.
+# The division of the GPUs of all hosts of a job, and the lines about it.
 
-WITH_VALUE = ("--min-workers", "--max-workers", "--restarts")
+
+def is_divided(option: str) -> bool:
+    """Return whether a value of `--gpus` needs the hosts' GPUs to be found."""
+    return option not in ("all", "none", "0")
+
+
+def divide_all(
+    option: str,
+    found: Mapping[str, tuple[Sequence[str], str]],
+    workers: Mapping[str, int],
+    faults: list[str],
+) -> dict[str, Division]:
+    """Divide the GPUs of each host among its workers, and tell the user.
+
+    Args:
+        option: The value of `--gpus`, which has been checked.
+        found: By host, "" for this one, what `find_gpus` returns there.
+        workers: The largest number of workers of each host.
+        faults: Takes a message about each host where that isn't possible.
+    """
+    divisions = {}
+    for host, count in workers.items():
+        names, reason = found.get(host, ((), ""))
+        if reason and option != "auto":
+            faults.append(
+                f"{host or 'this host'} can't list its GPUs: {reason}. Received: "
+                f"--gpus {option}. Expected a working nvidia-smi, or "
+                "CUDA_VISIBLE_DEVICES with the GPUs of the job"
+            )
+            continue
+        if reason:
+            print_line(
+                f"the GPUs of {host or 'this host'} aren't divided among the workers: "
+                f"{reason}. Set CUDA_VISIBLE_DEVICES, or --gpus all or none",
+                logging.WARNING,
+            )
+        divisions[host] = divide(option, names, count, faults, host)
+    text = divisions_in_words(list(divisions.values()))
+    if text and not faults:
+        print_line(text)
+    return divisions
+
+
+# What CUDA reads as no GPU.
+_NONE = "-1"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ElasticOptions:
-    """The settings of an elastic job.
+class Division:
+    """The GPUs of the workers of one host.
 
     Attributes:
-        min_workers: The smallest number of workers that go on.
-        restarts: How many times workers are started again, all of them together.
-        grace: Seconds from SIGTERM to SIGKILL.
-        size: The number of workers with which the job starts.
-        max_workers: The number of workers to which it may grow.
+        host: The host's name in messages; empty: this one.
+        found: The GPUs that the host has for the job.
+        shares: The GPUs of each of its workers, in their order; None: the tasks see
+            what they see without a launcher.
     """
 
-    min_workers: int
-    restarts: int
-    grace: float
-    size: int
-    max_workers: int
+    host: str = ""
+    found: tuple[str, ...] = ()
+    shares: tuple[tuple[str, ...], ...] | None = None
 
-    @property
-    def grows(self) -> bool:
-        """Whether workers may be added to the job."""
-        return self.max_workers > self.size
+    def environ(self, worker: int | None) -> dict[str, str]:
+        """Return the variable of a task.
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """The variables by which the strategy of a task knows the settings."""
-        environ = {
-            "KERASDIST_ELASTIC": "1",
-            "KERASDIST_MIN_WORKERS": str(self.min_workers),
-        }
-        if self.grows:
-            environ["KERASDIST_START_WORKERS"] = str(self.size)
-        return environ
+        Args:
+            worker: The worker's index on its host; None: a server.
+        """
+        if self.shares is None:
+            return {}
+        names = () if worker is None else self.shares[worker]
+        return {VARIABLE: ",".join(names) or _NONE}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to those of `run`."""
-    parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="a worker that is lost doesn't end the job: the others go on, and the "
-        "exit code is 0 if one of them finishes",
-    )
-    parser.add_argument(
-        "--min-workers",
-        metavar="M",
-        help="with --elastic: the smallest number of workers that go on (default: 1)",
-    )
-    parser.add_argument(
-        "--max-workers",
-        metavar="M",
-        help="with --elastic: the number of workers to which the job may grow; SIGUSR1 "
-        "to the launcher adds one (default: N)",
-    )
-    parser.add_argument(
-        "--restarts",
-        metavar="R",
-        help="with --elastic: how many times lost workers are started again, all of "
-        "them together; the first time after 1 s, then 2 s, 4 s and so on (default: "
-        "0). A worker that was sent SIGTERM isn't started again",
-    )
-
-
-def read_options(
-    arguments: argparse.Namespace,
-    size: int,
-    number: Callable[[str, str, int], int],
-    faults: list[str],
-) -> ElasticOptions | None:
-    """Return the settings; None without `--elastic`.
+def divide(
+    option: str, found: Sequence[str], workers: int, faults: list[str], host: str = ""
+) -> Division:
+    """Divide a host's GPUs.
 
     Args:
-        arguments: The parsed arguments.
-        size: Number of workers.
-        number: Returns an option's number, from its name, its text and its minimum.
-        faults: Takes a message about each value that can't be used.
+        option: The value of `--gpus`, which has been checked.
+        found: The host's GPUs.
+        workers: The largest number of its workers.
+        faults: Takes a message if that isn't possible.
+        host: The host's name in messages; empty: this one.
     """
-    given = {
-        "--min-workers": arguments.min_workers,
-        "--max-workers": arguments.max_workers,
-        "--restarts": arguments.restarts,
-    }
-    if not arguments.elastic:
-        faults += [
-            f"{name} is an option of elastic jobs. Received: {name} {text} without "
-            "--elastic. Expected both or neither"
-            for name, text in given.items()
-            if text is not None
-        ]
-        return None
-    least = number("--min-workers", given["--min-workers"] or "1", 1)
-    if least > size:
+    count = len(found)
+    here = f"{host} has" if host else "this host has"
+    have = f"{here} {counted(count, 'GPU')} for {counted(workers, 'worker')}"
+    names = tuple(found)
+    if option == "all" or (option == "auto" and not found) or not workers:
+        return Division(host=host, found=names)
+    if option in ("none", "0"):
+        return Division(host=host, found=names, shares=((),) * workers)
+    if option == "auto" and count < workers:
+        # Two processes on one GPU each take all of its memory.
         faults.append(
-            "--min-workers must be at most the number of workers. Received: "
-            f"--min-workers {least} and -n {size}"
+            f"{have}. Expected at least one for each worker. Start {count} of them "
+            "there, or hide the GPUs with --gpus none, or let the workers share them "
+            "with --gpus all (TF_FORCE_GPU_ALLOW_GROWTH=true lets several processes "
+            "share the memory of one)"
         )
-    most = number("--max-workers", given["--max-workers"] or str(size), 1)
-    if most < size:
+        return Division(host=host, found=names)
+    parts = any(name.startswith("MIG") for name in found)
+    if parts and option not in ("auto", "1"):
         faults.append(
-            "--max-workers must be at least the number of workers. Received: "
-            f"--max-workers {most} and -n {size}"
+            f"{here} parts of GPUs (MIG), of which CUDA gives a process only one. "
+            f"Received: --gpus {option}. Expected --gpus 1 or --gpus auto"
         )
-    restarts = number("--restarts", given["--restarts"] or "0", 0)
-    grace = 0.0
-    try:
-        grace = grace_seconds(os.environ)
-    except ClusterError as error:
-        faults.append(str(error))
-    return ElasticOptions(
-        min_workers=least,
-        restarts=restarts,
-        grace=grace,
-        size=size,
-        max_workers=max(most, size),
-    )
+        return Division(host=host, found=names)
+    if option != "auto" and count < workers * int(option):
+        faults.append(
+            f"{have}, which isn't enough. Received: --gpus {option}. Expected "
+            f"{workers * int(option)} GPUs or more there, fewer workers, or --gpus auto"
+        )
+        return Division(host=host, found=names)
+    if option == "auto" and not parts:
+        bounds = [rank * count // workers for rank in range(workers + 1)]
+    elif option == "auto":
+        bounds = list(range(workers + 1))
+    else:
+        bounds = [rank * int(option) for rank in range(workers + 1)]
+    shares = tuple(names[first:last] for first, last in itertools.pairwise(bounds))
+    return Division(host=host, found=names, shares=shares)
+
+
+def divisions_in_words(divisions: Sequence[Division]) -> str:
+    """Return the line for the user; empty if nothing is divided.
+
+    Args:
+        divisions: That of each host.
+    """
+    texts: dict[str, list[str]] = {}
+    for each in divisions:
+        if each.shares is not None and each.found:
+            texts.setdefault(_of_host(each), []).append(each.host)
+    parts = [
+        f"{', '.join(filter(None, hosts))}: {text}" if any(hosts) else text
+        for text, hosts in texts.items()
+    ]
+    return "; ".join(parts)
+
+
+def _of_host(division: Division) -> str:
+    shares = division.shares or ()
+    used = sum(map(len, shares))
+    all_of_them = len(division.found)
+    gpus = counted(all_of_them, "GPU")
+    if not used:
+        return f"no worker uses the {gpus}"
+    most, least = max(map(len, shares)), min(map(len, shares))
+    each = f"{least} each" if most == least else f"{least} or {most} each"
+    rest = "" if used == all_of_them else f"; {all_of_them - used} not used"
+    return f"{gpus} for {counted(len(shares), 'worker')}, {each}{rest}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
