@@ -22,41 +22,39 @@ from kerasdist.errors import ClusterError
 # Seconds that launchers wait for those of other hosts.
 _SECONDS = 600
 
-# The options' names, and the arguments of `add_argument`.
+# An option's names, and the other arguments of `add_argument`.
 _Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def _option(names: str, metavar: str | None, text: str, **settings: Any) -> _Option:
-    if metavar is not None:
-        settings["metavar"] = metavar
-    return tuple(names.split()), {**settings, "help": text}
+def _option(names: str, text: str, **settings: Any) -> _Option:
+    """Return an option of these names; a word for its value may follow them."""
+    words = names.split()
+    if not words[-1].startswith("-"):
+        settings["metavar"] = words.pop()
+    return tuple(words), {**settings, "help": text}
 
 
 _JOB = (
     _option(
-        "-n -np --nproc-per-node --nproc_per_node",
-        "N",
+        "-n -np --nproc-per-node --nproc_per_node N",
         "number of workers on this machine, or on all hosts of -H (default there: "
         "as many as they have room for)",
         dest="size",
     ),
     _option(
-        "--ps",
-        "M",
+        "--ps M",
         "number of parameter servers, which run the same script (default: 0)",
         dest="servers",
         default="0",
     ),
     _option(
-        "--log-dir",
-        "D",
+        "--log-dir D",
         "folder for the output of ranks 1 to N-1, rank-1.log and so on, and of "
         "servers, ps-0.log and so on (default: a temporary one, which is removed if "
         "the job succeeds)",
     ),
     _option(
         "--output",
-        None,
         "'chief': the output of rank 0 passes through, that of the others is "
         "written to the logs. 'all': that of the others is shown as well, each line "
         "with its rank in front, or 'ps' and the server's index (default: chief)",
@@ -65,15 +63,13 @@ _JOB = (
     ),
     _option(
         "--bind",
-        None,
         "'cores': each worker gets its share of the cores, and TensorFlow as "
         "many threads (default: none)",
         choices=("none", "cores"),
         default="none",
     ),
     _option(
-        "--malloc",
-        "none|auto|LIB",
+        "--malloc none|auto|LIB",
         "an allocator for the workers, loaded before the C library's: 'auto' "
         f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
         "shared library (default: none)",
@@ -81,14 +77,12 @@ _JOB = (
     ),
     _option(
         "--tensorflow-log",
-        None,
         "show what TensorFlow writes when it is imported (default: only if "
         "TF_CPP_MIN_LOG_LEVEL is 0)",
         action="store_true",
     ),
     _option(
-        "--gpus",
-        "auto|N|all|none",
+        "--gpus auto|N|all|none",
         "the GPUs of each worker: 'auto': its share of those of its host; N: this "
         "many of them; 'all': each worker sees all of them; 'none': none. Servers have "
         "none, unless 'all' is given (default: auto)",
@@ -98,25 +92,21 @@ _JOB = (
 _ELASTIC = (
     _option(
         "--elastic",
-        None,
         "a worker that is lost doesn't end the job: the others go on, and the "
         "exit code is 0 if one of them finishes",
         action="store_true",
     ),
     _option(
-        "--min-workers",
-        "M",
+        "--min-workers M",
         "with --elastic: the smallest number of workers that go on (default: 1)",
     ),
     _option(
-        "--max-workers",
-        "M",
+        "--max-workers M",
         "with --elastic: the number of workers to which the job may grow; SIGUSR1 "
         "to the launcher adds one (default: N)",
     ),
     _option(
-        "--restarts",
-        "R",
+        "--restarts R",
         "with --elastic: how many times lost workers are started again, all of "
         "them together; the first time after 1 s, then 2 s, 4 s and so on (default: "
         "0). A worker that was sent SIGTERM isn't started again",
@@ -124,25 +114,21 @@ _ELASTIC = (
 )
 HOSTS = (
     _option(
-        "-H --hosts",
-        "HOST[:SLOTS],...",
+        "-H --hosts HOST[:SLOTS],...",
         "hosts that ssh reaches without a password, each with its number of "
         "workers (default of SLOTS: 1)",
     ),
-    _option("--hostfile", "FILE", "a file with a host in each line, as `host slots=2`"),
+    _option("--hostfile FILE", "a file with a host in each line, as `host slots=2`"),
     _option(
-        "--ssh",
-        "COMMAND",
+        "--ssh COMMAND",
         "with hosts: the command that connects, with its options (default: ssh)",
     ),
     _option(
-        "--python",
-        "PATH",
+        "--python PATH",
         "with hosts: the path of Python there (default: that of this one)",
     ),
     _option(
-        "-x",
-        "NAME[=VALUE]",
+        "-x NAME[=VALUE]",
         "with hosts: a variable for the workers. Those of kerasdist, TensorFlow, "
         "Keras and Python (KERASDIST_*, TF_*, KERAS_*, PYTHON* and the like) are "
         "passed on without it",
@@ -153,33 +139,26 @@ HOSTS = (
 )
 NODES = (
     _option(
-        "--nnodes",
-        "K",
+        "--nnodes K",
         "number of hosts, on each of which this command is started, with the same "
         "--rendezvous and secret, in any order",
     ),
     _option(
-        "--node-rank --node_rank",
-        "I",
+        "--node-rank --node_rank I",
         "with --nnodes: the number of this host, from 0 on, which orders the "
         "workers (default: the host of --rendezvous is 0, the others as they arrive)",
-        dest="node_rank",
     ),
     _option(
-        "--rendezvous --rdzv-endpoint --rdzv_endpoint",
-        "HOST:PORT",
+        "--rendezvous --rdzv-endpoint --rdzv_endpoint HOST:PORT",
         "with --nnodes: a free port of host 0, which all hosts reach",
-        dest="rendezvous",
     ),
     _option(
-        "--secret-file",
-        "FILE",
+        "--secret-file FILE",
         "a file with the job's secret, the same on all hosts, in the place of the "
         "variable KERASDIST_SECRET",
     ),
     _option(
-        "--start-timeout",
-        "S",
+        "--start-timeout S",
         "with --nnodes: seconds to wait for other hosts (default: SECONDS)",
     ),
 )
