@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,10 +87,11 @@ def meeting(
     with contextlib.ExitStack() as undo:
         # Errors of the block aren't the rendezvous's.
         try:
-            part = _meet(options, workers, servers, secret, undo)
+            part = _meet(options, {"worker": workers, "ps": servers}, secret, undo)
         except (OSError, ClusterError) as error:
             hint = ""
-            if errno.EADDRINUSE in (getattr(error, "errno", 0), _errno_behind(error)):
+            behind = getattr(error.__cause__, "errno", None)
+            if errno.EADDRINUSE in (getattr(error, "errno", 0), behind):
                 hint = (
                     ". If another launcher of this job runs on this machine, give each "
                     "its --node-rank"
@@ -101,32 +102,28 @@ def meeting(
         yield part
 
 
-def _errno_behind(error: BaseException) -> int | None:
-    return getattr(error.__cause__, "errno", None)
-
-
 def _meet(
     options: NodeOptions,
-    workers: int,
-    servers: int,
+    counts: Mapping[str, int],
     secret: bytes,
     undo: contextlib.ExitStack,
 ) -> LocalPart:
     host, port = split_address(options.rendezvous)
     here = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
     own = host if here else _own_address(host, port)
-    bound: dict[str, list[socket.socket]] = {}
-    for kind, count in (("worker", workers), ("ps", servers)):
-        bound[kind] = [undo.enter_context(_bound(own)) for _ in range(count)]
+    bound = {
+        kind: [undo.enter_context(_bound(own)) for _ in range(count)]
+        for kind, count in counts.items()
+    }
     named = Host(name=own).in_address
     mine = {
         kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
         for kind, some in bound.items()
     }
-    for sock in bound["worker"] if options.only_looks else ():
-        sock.listen()  # before the others know of it, and look
     facts = None
     if options.only_looks:
+        for sock in bound["worker"]:
+            sock.listen()  # before the others know of it, and look
         facts = probe.facts(os.getcwd(), [])
         # Each launcher runs its own part of the job, in a folder of its own.
         del facts["working folder"]
@@ -143,9 +140,8 @@ def _meet(
 
 def _own_address(host: str, port: int) -> str:
     """Return this host's address, as the rendezvous's host reaches it."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
-        0
-    ]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = found[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)  # sends nothing
         return str(sock.getsockname()[0])
@@ -153,18 +149,49 @@ def _own_address(host: str, port: int) -> str:
 
 def _bound(host: str) -> socket.socket:
     """Return a socket that is bound to a free port, and doesn't listen."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[
-        0
-    ]
-    sock = socket.socket(family, kind)
-    try:
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    family, kind, _, _, address = found[0]
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(family, kind))
         sock.bind(address)
         # Not before: ports would be shared.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    except BaseException:
-        sock.close()
-        raise
+        undo.pop_all()
     return sock
+
+
+@dataclass
+class _OtherLauncher:
+    """A launcher that has connected to this one.
+
+    Attributes:
+        rank: Its number, negative if it hasn't any yet.
+        connection: The connection.
+        hello: What it has sent.
+    """
+
+    rank: int
+    connection: Connection
+    hello: dict[str, Any]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of its tasks."""
+        return [text for some in self.hello["tasks"].values() for text in some]
+
+    def __str__(self) -> str:
+        """Return its name in messages."""
+        addresses = self.addresses
+        where = split_address(addresses[0])[0] if addresses else "without tasks"
+        return f"{'a host' if self.rank < 0 else f'host {self.rank}'} ({where})"
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has gone; it sends nothing while it waits."""
+        try:
+            return bool(select.select([self.connection.sock], [], [], 0)[0])
+        except (OSError, ValueError):
+            return True
 
 
 def _collect(
@@ -172,23 +199,19 @@ def _collect(
 ) -> dict[str, Any]:
     """Wait for the others at the rendezvous, and send them the list."""
     waiting = _LauncherWait(options)
-    named: dict[int, tuple[Connection, dict[str, Any]]] = {}
-    unnamed: list[tuple[Connection, dict[str, Any]]] = []
+    others: list[_OtherLauncher] = []
     refused: list[str] = []
 
     def look() -> Sight:
-        here = [f"host {rank} ({_where(each)})" for rank, each in named.copy().items()]
-        here += [f"a host ({_where(each)})" for each in unnamed.copy()]
+        here = sorted(others, key=lambda each: each.rank < 0)
         number = options.count - 1 - len(here)
         missing = [Absent(f"{number} of {options.count} hosts", "")] if number else []
         last = listener.refusals()[-1:]
-        return Sight(missing, ", ".join(["host 0", *here]), "".join(last))
+        return Sight(missing, ", ".join(["host 0", *map(str, here)]), "".join(last))
 
     def drop_those_that_left() -> None:
         # One that was killed while it waited may come again, to its place.
-        for rank in [r for r, (each, _) in named.items() if _has_left(each)]:
-            del named[rank]
-        unnamed[:] = [each for each in unnamed if not _has_left(each[0])]
+        others[:] = [each for each in others if not each.has_left]
 
     with contextlib.ExitStack() as undo:
         listener = Listener.acquire(options.rendezvous, secret, float(options.seconds))
@@ -197,61 +220,44 @@ def _collect(
         undo.enter_context(waiting.notice("host 0", look, goal=options.rendezvous))
         while True:
             drop_those_that_left()
-            if len(named) + len(unnamed) == options.count - 1:
+            if len(others) == options.count - 1:
                 break
             if options.only_looks and not waiting.rest:
                 break
-            waiting.check(
-                f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
-            )
+            waiting.check(f"{len(others) + 1} of {options.count} hosts are here")
             arrived = listener.pending.take_any(_SESSION, _PURPOSE, AGAIN_SECONDS)
             # One that arrives may have been killed, and started again, in that time.
             drop_those_that_left()
             for rank, connection, hello in arrived:
                 undo.callback(connection.close)
-                here = [mine, *(each[1] for each in (*named.values(), *unnamed))]
-                lists = [each for some in here for each in some["tasks"].values()]
-                fault = _fault(options, rank, hello, named, lists)
+                fault = _fault(options, rank, hello, mine, others)
                 if fault:
                     refused.append(fault)
                     if not options.only_looks:
                         print_line(f"a host was refused: {fault}", logging.WARNING)
                     _reply(connection, {"fault": fault})
-                elif rank < 0:
-                    unnamed.append((connection, hello))
                 else:
-                    named[rank] = connection, hello
-        free = (i for i in range(1, options.count) if i not in named)
-        named.update(zip(free, unnamed, strict=not options.only_looks))
-        hellos = {0: mine, **{rank: named[rank][1] for rank in sorted(named)}}
-        parts = [hello["tasks"] for hello in hellos.values()]
+                    others.append(_OtherLauncher(rank, connection, hello))
+        free = {*range(1, options.count)} - {each.rank for each in others}
+        numbers = iter(sorted(free))
+        for each in others:
+            each.rank = next(numbers) if each.rank < 0 else each.rank
+        others.sort(key=lambda each: each.rank)
+        parts = [mine["tasks"], *(each.hello["tasks"] for each in others)]
         cluster = {
-            kind: [address for part in parts for address in part[kind]]
+            kind: addresses
             for kind in ("worker", "ps")
+            if (addresses := [text for part in parts for text in part[kind]])
+            or kind == "worker"
         }
-        if not cluster["ps"]:
-            del cluster["ps"]
         found: dict[str, Any] = {"cluster": cluster, "first": _counts([])}
         if options.only_looks:
-            found["facts"] = {rank: hello["facts"] for rank, hello in hellos.items()}
+            facts = {each.rank: each.hello["facts"] for each in others}
+            found["facts"] = {0: mine["facts"], **facts}
             found["refused"] = [*listener.refusals(), *refused]
-        for index, rank in enumerate(sorted(named), 1):
-            _reply(named[rank][0], {**found, "first": _counts(parts[:index])})
+        for index, each in enumerate(others, 1):
+            _reply(each.connection, {**found, "first": _counts(parts[:index])})
         return found
-
-
-def _has_left(connection: Connection) -> bool:
-    """Return whether a launcher has gone, which sends nothing while it waits."""
-    try:
-        return bool(select.select([connection.sock], [], [], 0)[0])
-    except (OSError, ValueError):
-        return True
-
-
-def _where(host: tuple[Connection, dict[str, Any]]) -> str:
-    """Return the address of a host that has connected."""
-    addresses = [text for some in host[1]["tasks"].values() for text in some]
-    return split_address(addresses[0])[0] if addresses else "without tasks"
 
 
 def _counts(parts: Sequence[dict[str, list[str]]]) -> dict[str, int]:
@@ -262,8 +268,8 @@ def _fault(
     options: NodeOptions,
     rank: int,
     hello: dict[str, Any],
-    ranks: Container[int],
-    named: Sequence[list[str]],
+    mine: dict[str, Any],
+    others: Sequence[_OtherLauncher],
 ) -> str:
     """Return why a launcher can't take part; empty if it can.
 
@@ -271,8 +277,8 @@ def _fault(
         options: Those of this launcher.
         rank: The other's, negative if it hasn't any.
         hello: What the other has sent.
-        ranks: Those that have arrived.
-        named: The addresses of the tasks of all that are here.
+        mine: What this one would send.
+        others: Those that have arrived before.
     """
     if hello.get("count") != options.count:
         return (
@@ -285,7 +291,8 @@ def _fault(
             "one of `kerasdist run` and `kerasdist doctor` was started on it, and the "
             "other on the host of the rendezvous"
         )
-    if rank == 0 or rank >= options.count or rank in ranks:
+    taken = {0, *(each.rank for each in others if each.rank >= 0)}
+    if rank in taken or rank >= options.count:
         return f"there is a host with --node-rank {rank} already"
     tasks = hello.get("tasks")
     if not isinstance(tasks, dict) or not all(
@@ -303,8 +310,9 @@ def _fault(
         fault = address_fault(address)
         if fault is not None:
             return f"an address of a task {fault} (received: {address!r})"
-    others = [text for each in named for text in each]
-    if len({*addresses, *others}) < len(addresses) + len(others):
+    named = [text for some in mine["tasks"].values() for text in some]
+    named += [text for each in others for text in each.addresses]
+    if len({*addresses, *named}) < len(addresses) + len(named):
         return "it names an address that another task has"
     return ""
 
@@ -341,7 +349,20 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
                 )
                 with connection:
                     connected.set()
-                    return _await_list(connection, waiting)
+                    seconds = waiting.rest
+                    if options.only_looks:
+                        # Host 0 goes on without others at the end of its own time,
+                        # which began earlier than the connection.
+                        seconds = options.seconds + _REPLY_SECONDS
+                    try:
+                        _, value = connection.read_json(Deadline(seconds))
+                    except TimeoutError as error:
+                        raise waiting.error("other hosts aren't here") from error
+                    if "fault" in value:
+                        raise RendezvousError(
+                            f"host 0 has refused this one: {value['fault']}"
+                        )
+                    return dict(value)
             except (AuthenticationError, ProtocolError) as error:
                 raise RendezvousError(
                     f"the process at {options.rendezvous} isn't the launcher of this "
@@ -354,35 +375,18 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
             time.sleep(AGAIN_SECONDS)
 
 
-def _await_list(connection: Connection, waiting: _LauncherWait) -> dict[str, Any]:
-    try:
-        _, value = connection.read_json(Deadline(waiting.for_list()))
-    except TimeoutError as error:
-        raise waiting.error("other hosts aren't here") from error
-    if "fault" in value:
-        raise RendezvousError(f"host 0 has refused this one: {value['fault']}")
-    return value
-
-
 class _LauncherWait:
     """The time that a launcher waits."""
 
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
         self._deadline = Deadline(float(options.seconds))
+        self._command = f"Start the same command on all {options.count} hosts"
 
     @property
     def rest(self) -> float:
         """Seconds that are left."""
         return self._deadline.remaining()
-
-    def for_list(self) -> float:
-        """Return for how many seconds host 0, which was there, may wait for others."""
-        if self._options.only_looks:
-            # It goes on without them at the end of its own time, which began earlier
-            # than the connection.
-            return self._options.seconds + _REPLY_SECONDS
-        return self.rest
 
     def notice(
         self, me: str, look: Callable[[], Sight], goal: str = ""
@@ -394,7 +398,7 @@ class _LauncherWait:
             self._deadline,
             goal=goal,
             option="--start-timeout",
-            hint=f"Start the same command on all {self._options.count} hosts.",
+            hint=f"{self._command}.",
             logger=LOGGER if self._options.only_looks else LOGGER.getChild("run"),
         )
 
@@ -405,7 +409,7 @@ class _LauncherWait:
 
     def error(self, what: str) -> RendezvousError:
         """Return the error at the end of the time."""
+        seconds = self._options.seconds
         return RendezvousError(
-            f"{what}, after {self._options.seconds} s (--start-timeout). Start the "
-            f"same command on all {self._options.count} hosts"
+            f"{what}, after {seconds} s (--start-timeout). {self._command}"
         )
