@@ -559,7 +559,7 @@ def _reach_each_other(
     others: dict[places.HostProbe, list[str]] = {}
     for probe in addresses:
         others[probe] = [a for other, a in addresses.items() if other is not probe]
-        probe.ask_again({"addresses": others[probe], "seconds": seconds})
+        probe.ask({"addresses": others[probe], "seconds": seconds})
     limit = seconds + places.ANSWER_SECONDS
     places.await_answers(list(others), limit)
     for probe, listed in others.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import selectors
@@ -182,15 +183,11 @@ class TasksOnHosts:
         for host in {place.host for place in places.values()}:
             there = [task for task in places if places[task].host == host]
             self._alone.update(there[MOST_SHARED:])
-        self._client = str(Path(client.__file__))
-        self._program = program_text(str(agent.__file__)).decode()
 
     def workers_by_host(self) -> dict[str, int]:
         """Return the largest number of workers of each host, by its name."""
-        count: dict[str, int] = {}
-        for (kind, _), place in self.places.items():
-            count[place.host.name] = count.get(place.host.name, 0) + (kind == "worker")
-        return count
+        tasks = [(place.host.name, kind) for (kind, _), place in self.places.items()]
+        return {host: tasks.count((host, "worker")) for host, _ in tasks}
 
     def command(
         self,
@@ -221,12 +218,11 @@ class TasksOnHosts:
                 or name in mine
             )
         }
+        alone = task in self._alone
         facts = {
             "host": place.host.target,
-            "reach": self._reach.command(
-                place.host, "-I", "-S", alone=task in self._alone
-            ),
-            "program": self._program,
+            "reach": self._reach.command(place.host, "-I", "-S", alone=alone),
+            "program": program_text(agent.__file__).decode(),
             "task": {
                 "folder": os.getcwd(),
                 "command": list(command),
@@ -237,7 +233,7 @@ class TasksOnHosts:
                 "errors": task == ("worker", 0),
             },
         }
-        return [self._client], {**environ, "KERASDIST_REMOTE": json.dumps(facts)}
+        return [client.__file__], {**environ, "KERASDIST_REMOTE": json.dumps(facts)}
 
 
 # Seconds until all hosts must have answered; ssh gives up a connection earlier.
@@ -255,19 +251,17 @@ class HostsError(Exception):
 
 
 class HostProbe:
-    """The process that answers for one host, and keeps its ports."""
+    """The process that answers for one host, and keeps its ports.
 
-    def __init__(
-        self,
-        host: Host,
-        reach: Reach,
-        command: Sequence[str],
-        count: int,
-        more: Mapping[str, Any],
-    ) -> None:
+    Args:
+        host: The host.
+        reach: How it is reached.
+        question: The first question, see `kerasdist.cli.run.hosts.probe`.
+    """
+
+    def __init__(self, host: Host, reach: Reach, question: Mapping[str, Any]) -> None:
         self.host = host
         self.answer = b""
-        self._count = count
         # Not a pipe, which nothing would read while the job runs.
         self.errors: IO[bytes] = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
         self.process = subprocess.Popen(
@@ -279,27 +273,20 @@ class HostProbe:
             start_new_session=True,
             bufsize=0,
         )
-        question = {
-            "folder": os.getcwd(),
-            "command": list(command),
-            "host": host.name,
-            "ports": count,
-            "path": os.environ.get("PYTHONPATH", ""),
-            **more,
-        }
-        text = program_text(str(probe.__file__)) + json.dumps(question).encode() + b"\n"
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe(self.process.stdin).write(text)
-
-    @staticmethod
-    def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-        if pipe is None:
+        if self.process.stdin is None or self.process.stdout is None:
             raise RuntimeError("The process was started without pipes.")
-        return pipe
+        self._questions, self._answers = self.process.stdin, self.process.stdout
+        self.ask(question, program_text(probe.__file__))
+
+    def ask(self, question: Mapping[str, Any], program: bytes = b"") -> None:
+        """Ask a question, the first one with the program that answers."""
+        self.answer = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._questions.write(program + json.dumps(question).encode() + b"\n")
 
     def fileno(self) -> int:
         """Return the descriptor of the answer."""
-        return self._pipe(self.process.stdout).fileno()
+        return self._answers.fileno()
 
     def read(self) -> bool:
         """Read what has arrived; return whether the answer isn't complete yet."""
@@ -319,18 +306,11 @@ class HostProbe:
         text = self.errors.read().decode(errors="replace").strip()
         return text.splitlines()[-1] if text else f"ssh has ended with {code}"
 
-    def ask_again(self, question: Mapping[str, Any]) -> None:
-        """Ask one more question, see `kerasdist.cli.run.hosts.probe`."""
-        self.answer = b""
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe(self.process.stdin).write(json.dumps(question).encode() + b"\n")
-
     def close(self) -> None:
         """End the process."""
-        for pipe in (self.process.stdin, self.process.stdout, self.errors):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for pipe in (self._questions, self._answers, self.errors):
+            with contextlib.suppress(OSError):
+                pipe.close()
         try:
             self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -366,13 +346,9 @@ def on_hosts(
     with asking(options, counts, command, finds_gpus=finds_gpus) as (reach, probes):
         answers = {each.host: each.result() for each in probes}
         here = probe.facts(os.getcwd(), list(command))
-        faults = [
-            fault
-            for host, answer in answers.items()
-            for fault in faults_of(host, answer, here)
-        ]
-        if faults:
-            raise HostsError(faults)
+        faults = [faults_of(host, answer, here) for host, answer in answers.items()]
+        if any(faults):
+            raise HostsError([*itertools.chain(*faults)])
         found = {host: a for host, a in answers.items() if isinstance(a, dict)}
         places = {
             task: Place(host=host, family=family, address=tuple(address))
@@ -406,7 +382,10 @@ def asking(
     Yields:
         How the hosts are reached; a probe for each, which has answered, or won't.
     """
-    more = {
+    question = {
+        "folder": os.getcwd(),
+        "command": list(command),
+        "path": os.environ.get("PYTHONPATH", ""),
         "find_gpus": Path(find.__file__).read_text("utf-8") if finds_gpus else "",
         "exported": dict(options.exported),
         "listens": listens,
@@ -419,7 +398,8 @@ def asking(
         reach = Reach(ssh=options.ssh, python=options.python, control=Path(folder))
         probes = []
         for host, count in counts.items():
-            probes.append(HostProbe(host, reach, command, count, more))
+            asked = {**question, "host": host.name, "ports": count}
+            probes.append(HostProbe(host, reach, asked))
             undo.callback(probes[-1].close)
         await_answers(probes)
         yield reach, probes
