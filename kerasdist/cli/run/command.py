@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -27,7 +28,6 @@ from kerasdist.cli.run.job_spec import (
     FunctionFiles,
     JobSpec,
     divide_all,
-    is_divided,
 )
 from kerasdist.cli.run.nodes import RendezvousError, meeting
 from kerasdist.cli.run.options import WITH_VALUE, read_number
@@ -113,7 +113,16 @@ def check_command(
         faults: Takes a message about each thing that can't be used.
     """
     script = list(script)
-    if script[:1] == ["-m"]:
+    if len(script) > 1 and _PYTHON.fullmatch(Path(script[0]).name):
+        # `kerasdist run -n 2 python train.py`, as with mpirun. Our own Python runs it.
+        del script[0]
+        while script[:1] == ["-u"]:
+            environ["PYTHONUNBUFFERED"] = "1"
+            del script[0]
+    if not script:
+        faults.append("expected a script, or -m and a module")
+        return ()
+    if script[0] == "-m":
         if len(script) < 2:
             faults.append("-m must be followed by the name of a module")
         elif not _module_exists(script[1]):
@@ -122,17 +131,6 @@ def check_command(
                 f"{shlex.quote(script[1])}"
             )
         return tuple(script)
-    if not script:
-        faults.append("expected a script, or -m and a module")
-        return ()
-    if len(script) > 1 and _PYTHON.fullmatch(Path(script[0]).name):
-        # `kerasdist run -n 2 python train.py`, as with mpirun. Our own Python runs it.
-        script = script[1:]
-        while script[:1] == ["-u"]:
-            environ["PYTHONUNBUFFERED"] = "1"
-            script = script[1:]
-        if script[:1] == ["-m"] or not script:
-            return check_command(script, environ, faults)
     path = Path(script[0])
     if path.is_dir():
         if not (path / "__main__.py").exists():
@@ -229,7 +227,7 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")
     options.check_gpus(arguments.gpus, faults)
-    finds_gpus = is_divided(arguments.gpus)
+    finds_gpus = arguments.gpus not in ("all", "none", "0")
     gpus = {}
     if not faults and hosts is None:
         found = {"": find_gpus(environ)} if finds_gpus else {}
@@ -344,6 +342,8 @@ def launch(arguments: argparse.Namespace, job: JobSpec) -> int:
         cores=cores,
         environ=environ,
         quiet=quiet,
+        secret=os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32),
+        group=os.getpgrp(),
     )
     logs = [log for task in job.tasks if (log := job.log(task)) is not None]
     if logs:

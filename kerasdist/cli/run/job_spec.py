@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from kerasdist.cli.console import print_line
@@ -97,11 +97,6 @@ class FunctionFiles:
 # The division of the GPUs of all hosts of a job, and the lines about it.
 
 
-def is_divided(option: str) -> bool:
-    """Return whether a value of `--gpus` needs the hosts' GPUs to be found."""
-    return option not in ("all", "none", "0")
-
-
 def divide_all(
     option: str,
     found: Mapping[str, tuple[Sequence[str], str]],
@@ -182,42 +177,40 @@ def divide(
         faults: Takes a message if that isn't possible.
         host: The host's name in messages; empty: this one.
     """
-    count = len(found)
-    here = f"{host} has" if host else "this host has"
-    have = f"{here} {counted(count, 'GPU')} for {counted(workers, 'worker')}"
-    names = tuple(found)
+    count, names = len(found), tuple(found)
+    undivided = Division(host=host, found=names)
     if option == "all" or (option == "auto" and not found) or not workers:
-        return Division(host=host, found=names)
+        return undivided
     if option in ("none", "0"):
         return Division(host=host, found=names, shares=((),) * workers)
+    here = f"{host} has" if host else "this host has"
+    have = f"{here} {counted(count, 'GPU')} for {counted(workers, 'worker')}"
+    parts = any(name.startswith("MIG") for name in found)
+    fault = ""
     if option == "auto" and count < workers:
         # Two processes on one GPU each take all of its memory.
-        faults.append(
+        fault = (
             f"{have}. Expected at least one for each worker. Start {count} of them "
             "there, or hide the GPUs with --gpus none, or let the workers share them "
             "with --gpus all (TF_FORCE_GPU_ALLOW_GROWTH=true lets several processes "
             "share the memory of one)"
         )
-        return Division(host=host, found=names)
-    parts = any(name.startswith("MIG") for name in found)
-    if parts and option not in ("auto", "1"):
-        faults.append(
+    elif parts and option not in ("auto", "1"):
+        fault = (
             f"{here} parts of GPUs (MIG), of which CUDA gives a process only one. "
             f"Received: --gpus {option}. Expected --gpus 1 or --gpus auto"
         )
-        return Division(host=host, found=names)
-    if option != "auto" and count < workers * int(option):
-        faults.append(
+    elif option != "auto" and count < workers * int(option):
+        fault = (
             f"{have}, which isn't enough. Received: --gpus {option}. Expected "
             f"{workers * int(option)} GPUs or more there, fewer workers, or --gpus auto"
         )
-        return Division(host=host, found=names)
-    if option == "auto" and not parts:
-        bounds = [rank * count // workers for rank in range(workers + 1)]
-    elif option == "auto":
-        bounds = list(range(workers + 1))
-    else:
-        bounds = [rank * int(option) for rank in range(workers + 1)]
+    if fault:
+        faults.append(fault)
+        return undivided
+    if option != "auto" or parts:
+        count = workers * (1 if option == "auto" else int(option))
+    bounds = [rank * count // workers for rank in range(workers + 1)]
     shares = tuple(names[first:last] for first, last in itertools.pairwise(bounds))
     return Division(host=host, found=names, shares=shares)
 
@@ -303,6 +296,8 @@ class JobSpec:
         hosts: The tasks' hosts; None: all are on this one.
         part: The part of the job that this launcher runs; None: it runs all of it.
         function: The files of the function that it runs; None: it runs a script.
+        secret: The secret of all tasks.
+        group: The launcher's process group, which the chief joins.
     """
 
     size: int
@@ -318,6 +313,8 @@ class JobSpec:
     hosts: TasksOnHosts | None = None
     part: LocalPart | None = None
     function: FunctionFiles | None = None
+    secret: str = dataclasses.field(default="", repr=False)
+    group: int = 0
 
     def first(self, kind: str) -> int:
         """Return the index of the first task of a kind."""
@@ -326,25 +323,23 @@ class JobSpec:
     @property
     def tasks(self) -> tuple[TaskProcess, ...]:
         """The processes of the start: the workers by rank, then the servers."""
-        return (
-            *self._several("worker", self.size),
-            *self._several("ps", self.servers),
+        return tuple(
+            TaskProcess(kind=kind, index=self.first(kind) + i)
+            for kind, count in (("worker", self.size), ("ps", self.servers))
+            for i in range(count)
         )
-
-    def _several(self, kind: str, count: int) -> Iterator[TaskProcess]:
-        first = self.first(kind)
-        return (TaskProcess(kind=kind, index=i) for i in range(first, first + count))
 
     @property
     def all_tasks(self) -> tuple[TaskProcess, ...]:
         """`tasks`, and the workers that may be added to an elastic job."""
-        if self.elastic is None or not self.elastic.grows:
-            return self.tasks
-        most = self.elastic.max_workers
-        added = (
-            TaskProcess(kind="worker", index=rank) for rank in range(self.size, most)
-        )
-        return (*self.tasks, *added)
+        most = self.elastic.max_workers if self.elastic and self.grows else 0
+        ranks = range(self.size, most)
+        return (*self.tasks, *(TaskProcess(kind="worker", index=i) for i in ranks))
+
+    @property
+    def grows(self) -> bool:
+        """Whether workers may be added to the job."""
+        return self.elastic is not None and self.elastic.grows
 
     @property
     def world_size(self) -> int:
@@ -358,15 +353,6 @@ class JobSpec:
         if self.hosts is None:
             return ""
         return self.hosts.places[task.kind, task.index].host.name
-
-    def workers_on_host_of(self, task: TaskProcess) -> list[TaskProcess]:
-        """Return all workers that a task's host may have, by rank."""
-        host = self.host_of(task)
-        return [
-            each
-            for each in self.all_tasks
-            if not each.is_server and self.host_of(each) == host
-        ]
 
     @property
     def kinds(self) -> str:

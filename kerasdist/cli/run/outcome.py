@@ -230,10 +230,8 @@ class JobOutcome:
 
     def task(self, kind: str, index: int | None) -> Started | None:
         """Return a task by its kind and index; None if there is none."""
-        for each in self.tasks:
-            if (each.task.kind, each.task.index) == (kind, index):
-                return each
-        return None
+        named = {(each.task.kind, each.task.index): each for each in self.tasks}
+        return named.get((kind, index)) if index is not None else None
 
     @property
     def workers(self) -> list[Started]:
@@ -336,9 +334,8 @@ class JobOutcome:
             return None
         # Later reports may name a rank that failed because of this one.
         first = self._of_last_job[0]
-        if first.blames is None:
-            return self.task("ps", first.server)
-        return self.task("worker", first.blames)
+        kind = "ps" if first.blames is None else "worker"
+        return self.task(kind, first.server if kind == "ps" else first.blames)
 
     # Losses, while the job continues.
 

@@ -329,16 +329,27 @@ class RoleLines:
 
 
 class Tail:
-    """The end of one rank's output, and the time of its last write."""
+    """The end of one rank's output, and the time of its last write.
 
-    def __init__(self) -> None:
+    Args:
+        log: The file that gets all of the output; closed at its end.
+    """
+
+    def __init__(self, log: IO[bytes] | None) -> None:
+        self._log = log
         self._data = b""
         self._written_at = 0
 
     def add(self, data: bytes) -> None:
-        """Append `data`."""
+        """Append `data`, also to the log; close that when there is no more."""
+        if self._log is not None and not data:
+            self._log.close()
+        elif self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk mustn't end the job
+                self._log.write(data)
+                self._log.flush()
         self._data = (self._data + data)[-_TAIL_BYTES:]
-        self._written_at = time.time_ns()
+        self._written_at = time.time_ns() if data else self._written_at
 
     def read(self) -> tuple[str, int]:
         """Return the text, and the time of the last write, in ns since the epoch."""
@@ -382,12 +393,11 @@ class OutputPump:
         self, lines: Lines, source: IO[bytes], log: IO[bytes] | None = None
     ) -> Tail:
         """Add a rank; the pump owns `source` and `log` from now on."""
-        tail = Tail()
+        tail = Tail(log)
         os.set_blocking(source.fileno(), False)
 
         def register() -> bytes:
-            data = (source, lines, tail, log)
-            self._selector.register(source, selectors.EVENT_READ, data)
+            self._selector.register(source, selectors.EVENT_READ, (source, lines, tail))
             return b""
 
         self.call(register)
@@ -435,32 +445,19 @@ class OutputPump:
             if key.data is not None:
                 self._write(key.data[1].flush())
 
-    def _copy(
-        self,
-        source: IO[bytes],
-        lines: Lines,
-        tail: Tail,
-        log: IO[bytes] | None,
-    ) -> None:
+    def _copy(self, source: IO[bytes], lines: Lines, tail: Tail) -> None:
         try:
             data = os.read(source.fileno(), 65536)
         except BlockingIOError:
             return
         except OSError:  # a terminal without processes
             data = b""
-        if data:
-            tail.add(data)
-            if log is not None:
-                with contextlib.suppress(OSError):  # a full disk mustn't end the job
-                    log.write(data)
-                    log.flush()
-            self._write(lines.feed(data, time.monotonic()))
-            return
-        self._selector.unregister(source)
-        self._write(lines.flush())
-        source.close()
-        if log is not None:
-            log.close()
+        # First: what the reader of our output delays is in the log.
+        tail.add(data)
+        if not data:
+            self._selector.unregister(source)
+            source.close()
+        self._write(lines.feed(data, time.monotonic()) if data else lines.flush())
 
     def _write(self, data: bytes) -> None:
         while data and self._out is not None:

@@ -199,12 +199,8 @@ def cores_in_order(read: Callable[[str], str] | None = None) -> list[int]:
             return 0, 0, core
         return package, physical, core
 
-    read_text = read if read is not None else _read
+    read_text = read or (lambda path: Path(path).read_text(encoding="ascii"))
     return sorted(os.sched_getaffinity(0), key=place)
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text(encoding="ascii")
 
 
 # The variables that tell a task its place, beside `TF_CONFIG`.
@@ -223,10 +219,12 @@ def place_variables(job: JobSpec, task: TaskProcess) -> dict[str, str]:
         job: The job.
         task: One of its tasks, also one that is started again.
     """
-    division = job.gpus.get(job.host_of(task))
+    host = job.host_of(task)
+    division = job.gpus.get(host)
     if task.is_server:
         return {} if division is None else division.environ(None)
-    beside = job.workers_on_host_of(task)
+    workers = [each for each in job.all_tasks if not each.is_server]
+    beside = [each for each in workers if job.host_of(each) == host]
     local = beside.index(task)
     return {
         "RANK": str(task.index),
@@ -341,8 +339,6 @@ class Launch:
     Attributes:
         job: What to run.
         ports: The ports of its tasks.
-        group: The launcher's process group, which the chief joins.
-        secret: The job's secret.
         environ: Further variables of all tasks.
         pass_fds: Descriptors that all inherit.
         output: Shows the output of tasks.
@@ -350,8 +346,6 @@ class Launch:
 
     job: JobSpec
     ports: JobPorts
-    group: int
-    secret: str
     environ: Mapping[str, str]
     pass_fds: tuple[int, ...]
     output: JobOutput
@@ -392,76 +386,70 @@ class Launch:
     def _start_task(
         self, task: TaskProcess, listener: socket.socket | None, incarnation: int
     ) -> Started:
-        job = self.job
+        job, pump = self.job, self.output.pump
         # Only the first process of the chief has the terminal.
         chief = task.is_chief and not incarnation
         # A server may run on any core: it waits for most of the time.
         cores: tuple[int, ...] = ()
         if job.cores and not task.is_server:
             cores = job.cores[task.index - job.first(task.kind)]
-        place = {"type": task.kind, "index": task.index}
         path = job.log(task, again=incarnation > 0)
         # The chief writes straight to the terminal, with its progress bars; to a file
         # or another program the pump writes for it, or lines would be mixed.
-        pump = self.output.pump
         piped = pump is not None and (not chief or not os.isatty(1))
-        # The errors of all others are read from their logs.
-        shown = chief or pump is not None
-        error_file = (
-            # Not on a disk, which may be full.
-            os.fdopen(os.memfd_create("kerasdist-errors"), "w+b") if shown else None
-        )
         inherited = [*self.pass_fds]
-        errors = {}
-        if listener is not None:
-            inherited.append(listener.fileno())
-            errors["KERASDIST_LISTEN_FD"] = str(listener.fileno())
-        if error_file is not None:
-            inherited.append(error_file.fileno())
-            errors[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
-        result_file = None
-        if job.function is not None:
-            result_file = tempfile.TemporaryFile()  # noqa: SIM115
-            inherited += [job.function.call, result_file.fileno()]
-            errors.update(job.function.environ(result_file.fileno()))
-        mine = place_variables(job, task)
+        own = place_variables(job, task)
         environ = {
             # An outer launcher's ranks aren't those of this job.
             **{n: v for n, v in job.environ.items() if n not in RANK_VARIABLES},
-            **mine,
+            **own,
             **(thread_variables(len(cores)) if cores else {}),
-            "KERASDIST_SECRET": self.secret,
+            "KERASDIST_SECRET": job.secret,
             # The order of a `set` of strings is the same in all tasks, on all hosts and
             # after a restart.
             "PYTHONHASHSEED": job.environ.get("PYTHONHASHSEED")
-            or _hash_seed(self.secret),
+            or _hash_seed(job.secret),
             **self.environ,
-            **errors,
             "PYTHONUNBUFFERED": "1",
-            "TF_CONFIG": json.dumps({"cluster": self.ports.cluster, "task": place}),
+            "TF_CONFIG": json.dumps(
+                {
+                    "cluster": self.ports.cluster,
+                    "task": {"type": task.kind, "index": task.index},
+                }
+            ),
         }
         if job.elastic is not None:
             environ["KERASDIST_INCARNATION"] = str(incarnation)
+        if listener is not None:
+            inherited.append(listener.fileno())
+            environ["KERASDIST_LISTEN_FD"] = str(listener.fileno())
+        error_file = result_file = None
+        # The errors of all others are read from their logs.
+        if chief or pump is not None:
+            # Not on a disk, which may be full.
+            error_file = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
+            inherited.append(error_file.fileno())
+            environ[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
         arguments: Sequence[str] = job.command
         if job.function is not None:
+            result_file = tempfile.TemporaryFile()  # noqa: SIM115
+            inherited += [job.function.call, result_file.fileno()]
+            environ.update(job.function.environ(result_file.fileno()))
             # The function's modules are found by the caller's `sys.path`: until then
             # nothing of the working folder is imported.
             arguments = ["-P", *arguments]
         if job.hosts is not None:
-            terminal = None
+            window = None
             if chief and not piped and os.isatty(1):
-                terminal = os.get_terminal_size(1)
+                size = os.get_terminal_size(1)
+                window = (size.lines, size.columns)
             arguments, environ = job.hosts.command(
-                (task.kind, task.index),
-                arguments,
-                environ,
-                None if terminal is None else (terminal.columns, terminal.lines),
-                mine,
+                (task.kind, task.index), arguments, environ, window, own
             )
         command = [
             *(sys.executable, "-I", "-S", str(bootstrap.__file__)),
             str(os.getpid()),
-            str(self.group) if chief else "-",
+            str(job.group) if chief else "-",
             ",".join(map(str, cores)) or "-",
             *("--", sys.executable, *arguments),
         ]

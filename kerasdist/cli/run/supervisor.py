@@ -22,14 +22,13 @@ launcher hits it. All others have sessions of their own and no terminal.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-import secrets
 import selectors
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from kerasdist.cli.console import print_line, print_line_soon
@@ -50,35 +49,6 @@ from kerasdist.cli.run.processes import (
 from kerasdist.cli.run.spawn import JobPorts, Launch, Started
 from kerasdist.transport import log
 
-# The report to the caller about the end of a job that ran a function.
-
-
-def send_outcome(
-    files: FunctionFiles, tasks: Sequence[Started], first: Started | None
-) -> None:
-    """Send how each task ended, and its result's file.
-
-    Args:
-        files: The job's files.
-        tasks: All tasks, which have ended.
-        first: The one that caused the job's failure, if it failed.
-    """
-    for each in tasks:
-        if each.result_file is None:
-            continue
-        code = each.code
-        ended = "was ended by the launcher" if code is None else in_words(code)
-        message = {
-            "kind": each.task.kind,
-            "index": each.task.index,
-            "code": code,
-            "ended": ended,
-            "by_launcher": each.ended_by_us,
-            "first": each is first,
-        }
-        files.send(message, each.result_file.fileno())
-
-
 # Tasks that were stopped by a signal after all others ended.
 #
 # While others need a frozen worker they detect it by its silence. One that is stopped
@@ -89,43 +59,6 @@ def send_outcome(
 # whole job for hours stops the launcher, too.
 _LOOKS = 10
 FROZEN_SECONDS = 1.0
-
-
-class FrozenTasks:
-    """Detects that all tasks of a job that still run are stopped.
-
-    Args:
-        tasks: All tasks of the job.
-    """
-
-    def __init__(self, tasks: Sequence[Started]) -> None:
-        self._tasks = tasks
-        self._launcher = os.getppid()
-        self._seen = 0
-        self._next = 0.0
-
-    @property
-    def next_in(self) -> float | None:
-        """Seconds until the next call of `found`; None if none is needed."""
-        if not self._may_be:
-            return None
-        return max(0.0, self._next - time.monotonic())
-
-    @property
-    def _may_be(self) -> bool:
-        ended = [each for each in self._tasks if each.code is not None]
-        return 0 < len(ended) < len(self._tasks)
-
-    def found(self) -> list[Started]:
-        """Return all running tasks if each has been stopped for several seconds."""
-        if not self._may_be or time.monotonic() < self._next:
-            return []
-        self._next = time.monotonic() + FROZEN_SECONDS
-        running = [each for each in self._tasks if each.code is None]
-        # After Ctrl-Z the launcher is stopped with the chief; both are resumed later.
-        stopped = all(is_stopped(each.process.pid) for each in running)
-        self._seen = self._seen + 1 if stopped and not is_stopped(self._launcher) else 0
-        return running if self._seen >= _LOOKS else []
 
 
 # When one rank fails, in seconds from then. The others first get the time to fail
@@ -151,16 +84,12 @@ class JobSupervisor:
     Args:
         job: The job to run.
         life: Reading end of the pipe that ends when the launcher does.
-        group: The launcher's process group.
-        secret: The job's secret.
     """
 
-    def __init__(self, job: JobSpec, life: int, group: int, secret: str) -> None:
+    def __init__(self, job: JobSpec, life: int) -> None:
         self._job = job
         self._life = life
-        self._group = group
         self._tasks: list[Started] = []
-        self._frozen = FrozenTasks(self._tasks)
         ports = JobPorts(job)
         copies = job.tagged or job.elastic is not None
         self._output = JobOutput(job, OutputPump(1) if copies else None)
@@ -168,13 +97,14 @@ class JobSupervisor:
         self._launch = Launch(
             job=job,
             ports=ports,
-            group=group,
-            secret=secret,
             environ=self._outcome.environ,
             pass_fds=self._outcome.inherited,
             output=self._output,
         )
-        self._grows = job.elastic is not None and job.elastic.grows
+        # To find frozen tasks: when to look again, and how often they were seen.
+        self._launcher = os.getppid()
+        self._look_at = 0.0
+        self._looks = 0
         self._signal: int | None = None
         self._signal_at = 0.0
         # Whether workers of an elastic job have been asked to leave it.
@@ -201,7 +131,7 @@ class JobSupervisor:
             # A signal that `nohup` or a shell's `&` ignores stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _ignore)
-        if self._grows:
+        if self._job.grows:
             signal.signal(GROW_SIGNAL, _ignore)
         with adopt_orphans():
             try:
@@ -219,8 +149,28 @@ class JobSupervisor:
         code = self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
         if self._job.function is not None:
             first = self._outcome.first_failure() if code else None
-            send_outcome(self._job.function, self._tasks, first)
+            self._send_results(self._job.function, first)
         return code
+
+    def _send_results(self, files: FunctionFiles, first: Started | None) -> None:
+        """Send to the caller how each task has ended, and its result's file.
+
+        Args:
+            files: Those of the job's function.
+            first: The task that caused the job's failure, if it failed.
+        """
+        for each in self._tasks:
+            if each.result_file is None:
+                continue
+            ended = "was ended by the launcher"
+            message = {
+                **dataclasses.asdict(each.task),
+                "code": each.code,
+                "ended": ended if each.code is None else in_words(each.code),
+                "by_launcher": each.ended_by_us,
+                "first": each is first,
+            }
+            files.send(message, each.result_file.fileno())
 
     # The watch.
 
@@ -234,7 +184,7 @@ class JobSupervisor:
                 self._outcome.read()
                 for ended in self._outcome.take_restarts():
                     self._start(ended, f"{ended.task} can't be started again")
-                running = [w for w in self._tasks if w.code is None]
+                running = self._running
                 # Grandchildren may hold the terminal or a pipe of ours.
                 over = not running and not self._outcome.restart_pending
                 if over and not descendants(os.getpid()):
@@ -269,7 +219,7 @@ class JobSupervisor:
         elif self._outcome.only_lost_workers_running:
             # Frozen, or busy with results that no task needs any more.
             self._plan_to_end(LET_LOST_END)
-        elif frozen := self._frozen.found():
+        elif frozen := self._frozen():
             names = " and ".join(str(each.task) for each in frozen)
             were = "were" if len(frozen) > 1 else "was"
             print_line_soon(
@@ -279,8 +229,27 @@ class JobSupervisor:
             )
             self._plan_to_end(0.0)
 
+    @property
+    def _running(self) -> list[Started]:
+        return [each for each in self._tasks if each.code is None]
+
+    @property
+    def _looks_for_frozen(self) -> bool:
+        return 0 < len(self._running) < len(self._tasks)
+
+    def _frozen(self) -> list[Started]:
+        """Return all running tasks if each has been stopped for several seconds."""
+        if not self._looks_for_frozen or time.monotonic() < self._look_at:
+            return []
+        self._look_at = time.monotonic() + FROZEN_SECONDS
+        # After Ctrl-Z the launcher is stopped with the chief; both are resumed later.
+        stopped = all(is_stopped(each.process.pid) for each in self._running)
+        stopped = stopped and not is_stopped(self._launcher)
+        self._looks = self._looks + 1 if stopped else 0
+        return self._running if self._looks >= _LOOKS else []
+
     def _reap(self) -> None:
-        by_pid = {w.process.pid: w for w in self._tasks if w.code is None}
+        by_pid = {each.process.pid: each for each in self._running}
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -298,7 +267,7 @@ class JobSupervisor:
                 self._plan_to_end(LET_THEM_FAIL)
             elif worker.code and self._outcome.restart_pending:
                 # A child could hold its port, or its memory.
-                kill_left_behind(pid, self._group if worker.on_terminal else None)
+                kill_left_behind(pid, self._job.group if worker.on_terminal else None)
 
     def _start(self, task: TaskProcess | Started, failed: str) -> None:
         """Start one more worker, or one that has ended again."""
@@ -315,7 +284,7 @@ class JobSupervisor:
     def _on_signal(self, number: int) -> None:
         if (
             number == GROW_SIGNAL
-            and self._grows
+            and self._job.grows
             and (added := self._outcome.take_growth())
         ):
             self._start(added, "the worker can't be started")
@@ -337,18 +306,17 @@ class JobSupervisor:
         else:
             self._plan_to_end(0.0)
             return
-        for worker in self._tasks:
-            if worker.code is None:
-                worker.ended_by_us = True
-                # Servers end after their workers, which may still need them. The
-                # terminal has signalled the chief itself; a second signal would
-                # interrupt the chief's handling of the first.
-                by_terminal = number == signal.SIGINT and worker.on_terminal
-                if not worker.task.is_server and not (
-                    by_terminal and in_foreground(self._group)
-                ):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker.process.pid, number)
+        for worker in self._running:
+            worker.ended_by_us = True
+            # Servers end after their workers, which may still need them.
+            if worker.task.is_server:
+                continue
+            # The terminal has signalled the chief itself; a second signal would
+            # interrupt the chief's handling of the first.
+            by_terminal = number == signal.SIGINT and worker.on_terminal
+            if not (by_terminal and in_foreground(self._job.group)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.process.pid, number)
 
     def _plan_to_end(self, term: float) -> None:
         """Schedule SIGTERM in seconds from now, then SIGKILL, if nothing earlier is."""
@@ -378,8 +346,8 @@ class JobSupervisor:
     def _send_what_is_due(self) -> None:
         while self._plan and self._plan[0][0] <= time.monotonic():
             number = self._plan[0][1]
-            for worker in self._tasks:
-                worker.ended_by_us = worker.ended_by_us or worker.code is None
+            for worker in self._running:
+                worker.ended_by_us = True
             signal_all(number)
             if number == signal.SIGKILL:
                 # Until nothing is left: one may have forked in between.
@@ -393,10 +361,10 @@ class JobSupervisor:
         until = [] if workers_run else [0.05]  # grandchildren's ends raise no event
         if (loss_in := self._outcome.next_in()) is not None:
             until.append(loss_in)
-        if not self._plan and (look_in := self._frozen.next_in) is not None:
-            until.append(look_in)
         if self._plan:
             until.append(max(0.0, self._plan[0][0] - time.monotonic()))
+        elif self._looks_for_frozen:
+            until.append(max(0.0, self._look_at - time.monotonic()))
         return min(until, default=None)
 
 
@@ -409,15 +377,11 @@ def run_supervised(job: JobSpec) -> int:
 
     When this returns, nothing of the job runs any more.
     """
-    secret = os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32)
-    group = os.getpgrp()
     others = frozenset(descendants(os.getpid()))  # not part of the job
     sys.stdout.flush()
     sys.stderr.flush()
     # Until both processes have their handlers no signal may be lost.
-    forwarded: tuple[signal.Signals, ...] = ENDING_SIGNALS
-    if job.elastic is not None and job.elastic.grows:
-        forwarded = (*forwarded, GROW_SIGNAL)
+    forwarded = (*ENDING_SIGNALS, *([GROW_SIGNAL] if job.grows else []))
     blocked = frozenset({*forwarded, signal.SIGCHLD})
     unblock = blocked - signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     life_read, life_write = os.pipe()
@@ -429,7 +393,7 @@ def run_supervised(job: JobSpec) -> int:
             try:
                 os.close(life_write)
                 os.setpgid(0, 0)
-                code = JobSupervisor(job, life_read, group, secret).run(unblock)
+                code = JobSupervisor(job, life_read).run(unblock)
             except BaseException:  # the user must see all of them
                 sys.excepthook(*sys.exc_info())
             finally:
@@ -438,10 +402,26 @@ def run_supervised(job: JobSpec) -> int:
                     sys.stderr.flush()
                 os._exit(code)
         os.close(life_read)
+        received: list[int] = []  # that end the job
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            if number in ENDING_SIGNALS:
+                received.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(supervisor, number)
+
+        before = {
+            number: signal.signal(number, forward)
+            for number in forwarded
+            # A signal that `nohup` or a shell's `&` ignores stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
         try:
-            with _forwarding_signals(supervisor, forwarded, unblock) as received:
-                _, status = os.waitpid(supervisor, 0)
+            _, status = os.waitpid(supervisor, 0)
         finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             os.close(life_write)
         code = os.waitstatus_to_exitcode(status)
         if code < 0:
@@ -455,35 +435,3 @@ def run_supervised(job: JobSpec) -> int:
     if code != 0 and received:
         return 128 + received[0]
     return code
-
-
-@contextlib.contextmanager
-def _forwarding_signals(
-    supervisor: int,
-    forwarded: Sequence[signal.Signals],
-    unblock: frozenset[signal.Signals],
-) -> Iterator[list[int]]:
-    """Forward signals to the supervisor, inside the block.
-
-    Yields:
-        The signals received that end the job, in order.
-    """
-    received: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if number in ENDING_SIGNALS:
-            received.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(supervisor, number)
-
-    before = {}
-    for number in forwarded:
-        # A signal that `nohup` or a shell's `&` ignores stays ignored.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
