@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from kerasdist.callbacks.scaling.summaries import Figures
-from kerasdist.placement.advice import human_bytes
+from kerasdist.placement.plan import human_bytes
 
 # The report of a whole `fit`: its figures and verdict, as markdown and as text.
 

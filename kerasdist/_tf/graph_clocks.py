@@ -13,8 +13,15 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps, ops
 from tensorflow.python.ops import control_flow_ops
 
-from kerasdist.placement.micro_batch_order import MicroBatch, Node, find_edges, part_of
-from kerasdist.placement.visits import Operation, Visit, find_next, find_visits
+from kerasdist.placement.micro_batch_order import (
+    MicroBatch,
+    Operation,
+    Visit,
+    find_edges,
+    find_next,
+    find_parts,
+    find_visits,
+)
 
 # The graphs of functions as the runtime has divided them among devices.
 
@@ -42,15 +49,15 @@ def order_parts(graph: Any, marks: Iterable[tuple[Any, MicroBatch]]) -> int:
     known, inputs = _known_and_inputs(operations, marks)
     if not known:
         return 0
-    nodes = [
-        Node(
+    described = [
+        Operation(
             inputs=inputs[i],
             device=op.device,
             has_effects=op.op_def.is_stateful and op.type not in _READS,
         )
         for i, op in enumerate(operations)
     ]
-    found = find_edges(nodes, known)
+    found = find_edges(described, known)
     for edges in found:
         before = [operations[i] for i in edges.before]
         with (
@@ -75,15 +82,8 @@ def parts_of_operations(
     """
     operations = graph.get_operations()
     known, inputs = _known_and_inputs(operations, marks)
-    parts: list[MicroBatch | None] = []
-    joined: list[bool] = []
-    for i in range(len(operations)):
-        found = (known[i], False) if i in known else part_of(inputs[i], parts, joined)
-        parts.append(found[0])
-        joined.append(found[1])
-    return {
-        op: part for op, part in zip(operations, parts, strict=True) if part is not None
-    }
+    parts = zip(operations, find_parts(inputs, known), strict=True)
+    return {op: part for op, part in parts if part is not None}
 
 
 def _known_and_inputs(

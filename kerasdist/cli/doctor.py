@@ -35,7 +35,7 @@ from kerasdist.cli.run.nodes import LocalPart, RendezvousError, meeting
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError, SharedMemoryFull
-from kerasdist.placement.advice import counted
+from kerasdist.placement.plan import counted
 from kerasdist.transport.credentials import tls_fault
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.handshake import is_loopback, secret_fault

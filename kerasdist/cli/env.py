@@ -34,7 +34,7 @@ from kerasdist._version import __version__
 from kerasdist.cli.console import add_command
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
-from kerasdist.placement.advice import counted, human_bytes
+from kerasdist.placement.plan import counted, human_bytes
 
 # The machine: system, cores, memory, limits, network.
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from kerasdist.cli.console import above_zero, add_command
 from kerasdist.errors import PlanError
-from kerasdist.placement.advice import parse_bytes
-from kerasdist.placement.plan import Plan
+from kerasdist.placement.plan import Plan, parse_bytes
 
 # A plan as a JSON document: the keys of `kerasdist plan --json`.
 

@@ -4,134 +4,68 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from kerasdist.errors import PlanError
-from kerasdist.placement import advice
-from kerasdist.placement.advice import human_bytes, human_flops
-from kerasdist.placement.costs import LayerCost, ModelCost, Run
-from kerasdist.placement.partition import FLOPS_PER_BYTE, Cut, StageCosts
+from kerasdist.placement.partition import Cut, LayerCost, ModelCost, Run, StageCosts
 
-# Patterns of layer paths, and the device that each stands for.
-#
-# A pattern is a regular expression, as in `keras.distribution.LayoutMap`. It matches a
-# layer if it matches the whole of the layer's path, or of the end of it that begins
-# after a "/". A pattern that ends in "/.*" also matches the layer before the "/":
-#
-#     pattern          matches                              doesn't match
-#     encoder/.*       encoder, encoder/dense,              encoder_2/dense
-#                      my_model/encoder/block/dense
-#     dense_1          dense_1, my_model/dense_1            dense_10, dense_1/inner
-#     .*dense.*        every path with "dense" in it
+# Numbers, bytes and operations as text, and sizes that users write.
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Match:
-    """The match of a path.
-
-    Attributes:
-        pattern: The pattern.
-        device: The device that it stands for.
-        above: The level of the match: 0 if the path itself matches, 1 for its parent.
-    """
-
-    pattern: str
-    device: str
-    above: int
+def counted(number: int, noun: str) -> str:
+    """Return a number of things as text, for instance `1 worker` or `2 workers`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-class Patterns:
-    """A mapping from patterns to devices, in order.
+def human_bytes(count: float) -> str:
+    """Return bytes as text, for instance `1.5 GB`; 1 KB is 1,000 bytes."""
+    return "not limited" if math.isinf(count) else f"{_scaled(count)}B"
 
-    Args:
-        devices: From each pattern to a device.
+
+def human_flops(count: float) -> str:
+    """Return operations as text, for instance `1.5 G`."""
+    return _scaled(count).rstrip()
+
+
+def _scaled(count: float) -> str:
+    for unit, size in reversed(_UNITS.items()):
+        # A number that would be rounded up to a thousand is one of the next unit.
+        if unit and count >= 0.9995 * size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} "
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that a text like `16GB`, `512 MiB` or `1e9` means.
 
     Raises:
-        ValueError: Patterns aren't regular expressions; all of them are named.
+        ValueError: It's none.
     """
-
-    def __init__(self, devices: Mapping[str, str]) -> None:
-        self._devices = dict(devices)
-        self._matchers: dict[str, re.Pattern[str]] = {}
-        faults = []
-        for pattern in self._devices:
-            try:
-                re.compile(pattern)
-                self._matchers[pattern] = re.compile(f"(?:.*/)?(?:{pattern})")
-            except re.error as error:
-                faults.append(f"{pattern!r} ({error})")
-        if faults:
-            raise ValueError(
-                "The patterns of a placement must be regular expressions. Received: "
-                f"{', '.join(faults)}. To match one layer write its path, to match all "
-                "layers inside of one write 'path/.*'."
-            )
-
-    def find(self, paths: Iterable[str]) -> Match | None:
-        """Find the innermost match of a layer.
-
-        The layer itself precedes its parent, and so on upwards. Of several patterns
-        that match at one level, a pattern that equals the path precedes the others,
-        else the first of the mapping counts.
-
-        Args:
-            paths: The names by which the layer is known, as "model/encoder/dense".
-        """
-        found = [match for path in paths if (match := self._of_path(path)) is not None]
-        return min(found, key=lambda match: match.above, default=None)
-
-    @functools.cached_property
-    def _of_path(self) -> functools._lru_cache_wrapper[Match | None]:
-        return functools.lru_cache(maxsize=None)(self._search)
-
-    def _search(self, path: str) -> Match | None:
-        above = 0
-        while path:
-            pattern = self._matching(path)
-            if pattern is not None:
-                return Match(
-                    pattern=pattern, device=self._devices[pattern], above=above
-                )
-            path, _, _ = path.rpartition("/")
-            above += 1
-        return None
-
-    def _matching(self, path: str) -> str | None:
-        """Return the pattern that matches a path itself, not one of its parents."""
-        literal = [
-            pattern
-            for pattern in self._devices
-            if path == pattern or path.endswith(f"/{pattern}")
-        ]
-        if literal:
-            # "block/dense" rather than "dense".
-            return max(literal, key=len)
-        for pattern, matcher in self._matchers.items():
-            if _matches(matcher, path):
-                return pattern
-        return None
-
-    @property
-    def has_catch_all(self) -> bool:
-        """Whether a pattern matches all layers."""
-        return any(
-            matcher.fullmatch("a") and matcher.fullmatch("b_1")
-            for matcher in self._matchers.values()
-        )
-
-    def unmatched(self, layers: Iterable[Iterable[str]]) -> list[str]:
-        """Return the patterns that match no layer; each layer is given by its paths."""
-        paths = [path for layer in layers for path in layer]
-        return [
-            pattern
-            for pattern, matcher in self._matchers.items()
-            if not any(_matches(matcher, path) for path in paths)
-        ]
-
-
-def _matches(matcher: re.Pattern[str], path: str) -> bool:
-    return bool(matcher.fullmatch(path) or matcher.fullmatch(f"{path}/"))
+    match = re.fullmatch(
+        r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE
+    )
+    try:
+        if match is None:
+            raise ValueError
+        number, unit, binary = match.groups()
+        power = "KMGT".index(unit.upper()) + 1 if unit else 0
+        if binary and not power:
+            raise ValueError
+        size = float(number) * (1024 if binary else 1000) ** power
+        if not 1 <= size < 2**63:
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"A size must be a number of bytes. Received: {text!r}; expected for "
+            "instance '16GB', '512MiB' or '1e9'."
+        ) from None
+    return int(size)
 
 
 _LAYER_HEAD = (
@@ -286,12 +220,7 @@ class Plan:
         )
 
 
-def make_plan(
-    model: ModelCost,
-    run: Run,
-    devices: Sequence[Device],
-    flops_per_byte: float = FLOPS_PER_BYTE,
-) -> Plan:
+def make_plan(model: ModelCost, run: Run, devices: Sequence[Device]) -> Plan:
     """Return the plan with the fastest slowest stage.
 
     Raises:
@@ -300,22 +229,27 @@ def make_plan(
     """
     if not devices:
         raise ValueError("A plan needs a device. Received: devices=[].")
-    costs = StageCosts(model, run, flops_per_byte)
+    costs = StageCosts(model, run)
     limits = [device.limit for device in devices]
     cut = costs.best(limits)
-    if cut is not None:
-        return Plan(model=model, run=run, devices=tuple(devices), cut=cut)
     # For the figures: the cut whose largest excess is least.
-    cut = costs.smallest(limits)
-    plan = Plan(model=model, run=run, devices=tuple(devices), cut=cut)
-    found = advice.advise(model, run, limits)
+    chosen = costs.smallest(limits) if cut is None else cut
+    plan = Plan(model=model, run=run, devices=tuple(devices), cut=chosen)
+    if cut is not None:
+        return plan
+    advice = _Advisor(model, run, limits).advice()
+    lines = advice or [
+        f"nothing that was tried: up to {_MOST_DEVICES} devices, a batch of one row, "
+        "as many micro-batches as rows, rematerialization"
+    ]
     raise PlanError(
-        f"The model doesn't fit into the memory of {len(devices)} device"
-        f"{'s' if len(devices) > 1 else ''}, however it is cut. Received: "
-        f"devices={[device.name for device in devices]}, {advice.run_in_words(run)}. "
+        f"The model doesn't fit into the memory of {counted(len(devices), 'device')}, "
+        f"however it is cut. Received: devices={[device.name for device in devices]}, "
+        f"batch_size={run.batch_size}, micro_batches={run.micro_batches}"
+        f"{', rematerialize=True' if run.rematerialize else ''}. "
         f"The cut that is nearest to fitting:\n\n{plan.device_table()}\n\n"
-        f"What would fit:\n{advice.in_lines(found)}",
-        advice=found,
+        "What would fit:\n" + "\n".join(f"  - {line}" for line in lines),
+        advice=tuple(advice),
         plan=plan,
     )
 
@@ -333,3 +267,123 @@ def _aligned(
         ).rstrip()
         for row in cells
     )
+
+
+# Advice for a model that doesn't fit: changes that were found to make it fit.
+#
+# Each search changes one setting and leaves the others as given: the number of devices,
+# the batch size, the number of micro-batches, rematerialization, the order of the
+# devices. Where one alone isn't enough, two together are tried.
+
+_MOST_DEVICES = 64
+# Orders of devices are tried as long as there are few.
+_MOST_ORDERED = 5
+
+
+class _Advisor:
+    """The search for changes that would make a model fit.
+
+    Args:
+        model: The model.
+        run: How it is to be trained.
+        limits: Bytes of each device, in order.
+    """
+
+    def __init__(self, model: ModelCost, run: Run, limits: Sequence[float]) -> None:
+        self._layers = model.layers
+        self._run = run
+        self._limits = tuple(limits)
+        # Many devices are tried with the costs of one run, one run after the other.
+        self._costs = functools.lru_cache(maxsize=1)(lambda run: StageCosts(model, run))
+
+    def advice(self) -> list[str]:
+        """Return one sentence for each change that helps, without full stops."""
+        run, limits, largest = self._run, self._limits, max(self._limits)
+        found = []
+        if len(set(limits)) > 1 and len(limits) <= _MOST_ORDERED:
+            orders = itertools.permutations(limits)
+            if order := next(filter(self._fits, orders), None):
+                shown = ", ".join(map(human_bytes, order))
+                found.append(f"the devices in another order, with {shown}")
+        count = _least(
+            lambda count: self._fits(self._extended(count)),
+            len(limits) + 1,
+            _MOST_DEVICES,
+        )
+        if count:
+            more = counted(count - len(limits), "more device")
+            found.append(f"{more} with {human_bytes(largest)} ({count} in all)")
+        if rows := self._rows(limits):
+            found.append(f"a smaller batch: batch_size={rows} (at most)")
+        if parts := self._parts():
+            found.append(f"more micro-batches: micro_batches={parts} (at least)")
+        if not run.rematerialize:
+            if self._fits(limits, rematerialize=True):
+                found.append("rematerialize=True")
+            elif parts := self._parts(rematerialize=True):
+                found.append(
+                    f"rematerialize=True with micro_batches={parts} (at least)"
+                )
+        if not found:
+            found += self._together()
+        for layer in self._layers:
+            needed = layer.parameter_bytes + layer.slot_bytes + layer.gradient_bytes
+            if needed > largest:
+                found.append(
+                    f"nothing while layer {layer.path!r} is whole: its weights, "
+                    f"gradients and slots alone are {human_bytes(needed)}, the "
+                    f"largest device has {human_bytes(largest)}. Divide it over "
+                    "several devices (`kerasdist.layers.ShardedDense`, "
+                    "`ShardedEmbedding`)"
+                )
+        return found
+
+    def _together(self) -> list[str]:
+        """Return a smaller batch with everything else that saves memory."""
+        count = given = len(self._limits)
+        while count <= _MOST_DEVICES:
+            if rows := self._rows(self._extended(count), rematerialize=True):
+                where = f"{count} devices, " if count > given else ""
+                return [f"{where}rematerialize=True and batch_size={rows} (at most)"]
+            count *= 2
+        return []
+
+    def _extended(self, count: int) -> tuple[float, ...]:
+        """Return the limits of more devices, the new ones like the largest."""
+        more = count - len(self._limits)
+        return (*self._limits, *[max(self._limits)] * more)
+
+    def _fits(self, limits: Sequence[float], **changes: Any) -> bool:
+        run = dataclasses.replace(self._run, **changes)
+        return self._costs(run).best(limits) is not None
+
+    def _rows(self, limits: Sequence[float], **changes: Any) -> int | None:
+        """Return the largest smaller batch that fits."""
+        rows = self._run.batch_size
+        less = _least(
+            lambda less: self._fits(limits, batch_size=rows - less, **changes),
+            1,
+            rows - 1,
+        )
+        return None if less is None else rows - less
+
+    def _parts(self, **changes: Any) -> int | None:
+        """Return the smallest larger number of micro-batches that fits."""
+        return _least(
+            lambda parts: self._fits(self._limits, micro_batches=parts, **changes),
+            self._run.micro_batches + 1,
+            self._run.batch_size,
+        )
+
+
+def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
+    """Return the least number that is enough, by bisection; None if there's none."""
+    if low > high or not enough(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.placement.advice import parse_bytes
-from kerasdist.placement.plan import Device
+from kerasdist.placement.plan import Device, parse_bytes
 
 Limits = Mapping[str, "int | str"] | Sequence["int | str"] | int | str | None
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from kerasdist.cluster import resolve
 from kerasdist.placement.micro_batch_order import Pipeline
-from kerasdist.placement.plan import Patterns, Plan
+from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.plan import Plan
 from kerasdist.strategies.cluster_resolver import (
     BlockStrategy,
     given_cluster,
@@ -23,11 +24,11 @@ from kerasdist.strategies.devices import (
     resolve_devices,
 )
 from kerasdist.strategies.options import check_installed
-from kerasdist.strategies.placed.auto import AutoPlacer
 from kerasdist.strategies.placed.placed_extended import PlacedExtended, install_hooks
 from kerasdist.strategies.placed.placer import Placer, check_micro_batches
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
+from kerasdist.strategies.plan import AutoPlacer
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log import name_task
 

@@ -1,14 +1,19 @@
-"""`kerasdist.plan`: a placement of layers on devices, before anything runs."""
+"""Plans: `kerasdist.plan`, before anything runs, and `placement="auto"`."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kerasdist import _tf
+from kerasdist._keras import LayerFacts
 from kerasdist._keras.costs.describe import describe
-from kerasdist.placement.costs import Run
-from kerasdist.placement.plan import Plan, make_plan
-from kerasdist.strategies.devices import Limits, find_devices
+from kerasdist.placement.partition import Run
+from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.plan import Device, Plan, make_plan
+from kerasdist.strategies.devices import Limits, find_devices, resolve_devices
+from kerasdist.strategies.placed.placer import Placer
 
 
 def plan(
@@ -68,6 +73,76 @@ def plan(
         rematerialize=bool(rematerialize),
     )
     found = find_devices(devices, memory_limits)
-    # At least 2 rows: a single row could be mistaken for a dimension to broadcast.
-    model = describe(model_fn, max(2, run.part_rows), optimizer, inputs)
-    return make_plan(model, run, found)
+    costs = describe(model_fn, run.part_rows, optimizer, inputs)
+    return make_plan(costs, run, found)
+
+
+# Automatic placements: a plan is made from the model, and its variables are moved.
+#
+#     1. in the strategy's scope variables are created in host memory
+#     2. `fit`, `evaluate` or `predict` is called: by then all layers of the model
+#        exist, and the optimizer of `compile` and a batch's rows are known
+#     3. before the optimizer is built and before any step is traced, a plan is made,
+#        and each variable is moved to its device
+#
+# From then on it's a placement like any other.
+
+
+class AutoPlacer(Placer):
+    """A placement that is planned when the first model is used.
+
+    Args:
+        devices: The devices, in the order of the stages.
+        micro_batches: The number of parts into which each batch is divided.
+        rematerialize: Whether activations are recomputed instead of kept.
+    """
+
+    def __init__(
+        self, devices: Sequence[Device], micro_batches: int, *, rematerialize: bool
+    ) -> None:
+        names = resolve_devices([device.name for device in devices], "devices")
+        super().__init__(Patterns({}), names)
+        self._described = tuple(devices)
+        # Of a batch whose rows aren't known yet.
+        self._run = Run(
+            batch_size=1, micro_batches=micro_batches, rematerialize=rematerialize
+        )
+        self._host = _tf.host_of(names[0])
+
+    @property
+    def needs_plan(self) -> bool:
+        """See `LayerPlacer`."""
+        return self.plan is None
+
+    def variable_device(
+        self, path: str, called: tuple[str, ...], device: str | None
+    ) -> str:
+        """See `LayerPlacer`."""
+        if self.plan is None and self.stage is None:
+            return self._host
+        return super().variable_device(path, called, device)
+
+    def device_of(self, layer: LayerFacts) -> str | None:
+        """See `LayerPlacer`."""
+        # Without a plan, the model is being built.
+        return self._host if self.plan is None else super().device_of(layer)
+
+    def make_plan(self, model: Any, rows: int, inputs: Any) -> None:
+        """Make the plan for a model; later models are placed by the same plan.
+
+        Args:
+            model: The model, all of whose layers are built.
+            rows: Rows of a batch.
+            inputs: The model's inputs, if it doesn't define them.
+
+        Raises:
+            PlanError: The model doesn't fit.
+        """
+        if self.plan is not None:
+            return
+        run = dataclasses.replace(self._run, batch_size=rows)
+        costs = describe(lambda: model, run.part_rows, inputs=inputs)
+        plan = make_plan(costs, run, self._described)
+        full = dict(zip((one.name for one in plan.devices), self.devices, strict=True))
+        self.patterns = Patterns({p: full[name] for p, name in plan.placement.items()})
+        self.plan = plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.placement.costs import LayerCost, ModelCost, Run, TensorCost
+from kerasdist.placement.partition import LayerCost, ModelCost, Run, TensorCost
 
 LAYER = LayerCost(
     path="a", saved_row_bytes=10.0, saved_bytes=7, transient_row_bytes=4, row_flops=5.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kerasdist.placement.micro_batch_order import MicroBatch, Node, find_edges
+from kerasdist.placement.micro_batch_order import MicroBatch, Operation, find_edges
 
 
 class Graph:
@@ -13,7 +13,9 @@ class Graph:
         self.marks = {}
 
     def add(self, device, *inputs, has_effects=False):
-        self.nodes.append(Node(inputs=inputs, device=device, has_effects=has_effects))
+        self.nodes.append(
+            Operation(inputs=inputs, device=device, has_effects=has_effects)
+        )
         return len(self.nodes) - 1
 
     def mark(self, part, *inputs, device="", call=0, backward=False):

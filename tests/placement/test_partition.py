@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerasdist.placement.costs import LayerCost, ModelCost, Run, TensorCost
-from kerasdist.placement.partition import StageCosts
+from kerasdist.placement.partition import (
+    LayerCost,
+    ModelCost,
+    Run,
+    StageCosts,
+    TensorCost,
+)
 from pace import bound
 
 PRICE = 3.0

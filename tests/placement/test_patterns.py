@@ -2,7 +2,7 @@
 
 import pytest
 
-from kerasdist.placement.plan import Match, Patterns
+from kerasdist.placement.patterns import Match, Patterns
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,8 @@ import re
 import pytest
 
 from kerasdist.errors import PlanError
-from kerasdist.placement.advice import human_bytes, parse_bytes
-from kerasdist.placement.costs import LayerCost, ModelCost, Run
-from kerasdist.placement.partition import StageCosts
-from kerasdist.placement.plan import Device, make_plan
+from kerasdist.placement.partition import LayerCost, ModelCost, Run, StageCosts
+from kerasdist.placement.plan import Device, human_bytes, make_plan, parse_bytes
 
 MB = 10**6
 

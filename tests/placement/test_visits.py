@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.placement.micro_batch_order import MicroBatch
-from kerasdist.placement.visits import Operation, find_next, find_visits, union_length
+from kerasdist.placement.micro_batch_order import (
+    MicroBatch,
+    Operation,
+    find_next,
+    find_visits,
+    union_length,
+)
 
 
 class Graph:

@@ -5,7 +5,7 @@
 2. the model is called with placeholders in a graph of its own, and differentiated;
    every layer that is placed as a whole marks its operations by a name scope, which
    the operations of its backward pass inherit
-3. `liveness` analyzes this graph
+3. `graph_costs` analyzes this graph
 4. the optimizer is built for the same variables, and its slots are counted
 
 So a layer's cost is that of what TensorFlow would run, for any kind of layer.
@@ -16,9 +16,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import math
 import random
+import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,9 +31,336 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from kerasdist import _tf
-from kerasdist._keras.costs.liveness import Traced, Use, measure
-from kerasdist._keras.costs.placement_units import Units
-from kerasdist.placement.costs import LayerCost, ModelCost, TensorCost
+from kerasdist._keras.costs.graph_costs import Traced, UnitCost, measure
+from kerasdist.placement.partition import LayerCost, ModelCost
+
+
+def describe(
+    model_fn: Callable[[], Any],
+    rows: int,
+    optimizer: Any = None,
+    inputs: Any = None,
+) -> ModelCost:
+    """Return what the layers of a model cost.
+
+    Args:
+        model_fn: Returns the model, which may also be one that exists: it isn't
+            changed. Takes no arguments.
+        rows: The number of rows to trace with, at least 2; costs are given per row.
+        optimizer: A Keras optimizer or its name; by default the one that the model was
+            compiled with, if any.
+        inputs: The model's inputs, if the model doesn't define them: shapes without the
+            batch (tuples), or `keras.Input`s, in a structure.
+
+    Raises:
+        ValueError: The model can't be built like this; the message names the fault.
+    """
+    with without_weights():
+        model = _built(model_fn)
+        # A single row could be mistaken for a dimension to broadcast.
+        return _describe(model, max(2, rows), optimizer, inputs)
+
+
+def _built(model_fn: Callable[[], Any]) -> Any:
+    try:
+        model = model_fn()
+    except tf.errors.FailedPreconditionError:
+        # The function reads weights, as in a call with zeros that builds a model:
+        # put its computation into a graph instead.
+        with tf.__internal__.FuncGraph("model").as_default(), shapes_only():
+            model = model_fn()
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "A plan needs a function that returns a model. Received: "
+            f"model_fn={model_fn!r}, which returned {model!r}; expected a "
+            "`keras.Model`."
+        )
+    return model
+
+
+def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None)
+    optimizer = _copy_of(optimizer)
+    graph = tf.__internal__.FuncGraph("step")
+    units = _Units(model)
+    with graph.as_default(), shapes_only():
+        data = _placeholders(model, rows, inputs)
+        with units.marking(), tf.GradientTape() as tape:
+            outputs = _call(model, data)
+        results = [
+            tensor
+            for tensor in tf.nest.flatten(outputs)
+            if tf.is_tensor(tensor) and tensor.dtype.is_floating
+        ]
+        forward = len(graph.get_operations())
+        trained = list({id(v): v for v in model.trainable_variables}.values())
+        seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in results]
+        gradients = tape.gradient(
+            results, [variable.value for variable in trained], output_gradients=seeds
+        )
+    costs = units.costs(optimizer, trained, gradients)
+    ends = tf.nest.flatten(gradients, expand_composites=True)
+    tensors = measure(
+        Traced(
+            made=graph.get_operations(),
+            forward=forward,
+            data=[t for t in tf.nest.flatten(data) if t is not None],
+            outputs=results,
+            seeds=seeds,
+            gradients=[tensor for tensor in ends if tensor is not None],
+            unit_of=units.of,
+            rows=rows,
+        ),
+        costs,
+    )
+    # In the order in which they run; those that don't are last.
+    ordered = sorted(costs, key=lambda cost: (cost.first is None, cost.first or 0))
+    layers = {
+        cost.path: cost for cost in ordered if cost.first is not None or cost.parameters
+    }
+    index = {path: i for i, path in enumerate(layers)}
+    return ModelCost(
+        layers=tuple(_layer_cost(cost, rows) for cost in layers.values()),
+        tensors=tuple(
+            dataclasses.replace(
+                tensor,
+                source=index[costs[tensor.source].path] if tensor.source >= 0 else -1,
+                consumers=tuple(index[costs[n].path] for n in tensor.consumers),
+            )
+            for tensor in tensors
+        ),
+    )
+
+
+def _layer_cost(cost: UnitCost, rows: int) -> LayerCost:
+    return LayerCost(
+        path=cost.path,
+        kind=cost.kind,
+        parameter_bytes=cost.parameters,
+        trainable_bytes=cost.trainable,
+        slot_bytes=cost.slots,
+        gradient_bytes=cost.gradients,
+        update_bytes=cost.update,
+        saved_row_bytes=cost.saved / rows,
+        saved_bytes=cost.fixed,
+        transient_row_bytes=cost.transient / rows,
+        output_row_bytes=cost.output / rows,
+        row_flops=cost.flops / rows,
+    )
+
+
+def _call(model: Any, data: Any) -> Any:
+    try:
+        return model(data, training=True)
+    except Exception as error:
+        raise ValueError(
+            "A plan calls the model with placeholders in a graph, and this failed: "
+            f"{type(error).__name__}: {error}\nReceived: inputs="
+            f"{tf.nest.map_structure(lambda t: (t.shape, t.dtype.name), data)!r}; "
+            "expected the inputs of `model.call` in `fit`. Give `inputs=` another "
+            "shape, or several in a list or dict."
+        ) from error
+
+
+def _placeholders(model: Any, rows: int, inputs: Any) -> Any:
+    """Return placeholders for a batch, in the structure of the model's inputs."""
+    given = inputs
+    for known in (model, getattr(model, "_functional", None)):
+        if given is None:
+            given = getattr(known, "_inputs_struct", None)
+    if given is None:
+        shapes = list((getattr(model, "_build_shapes_dict", None) or {}).values())
+        if len(shapes) == 1 and _is_shape(shapes[0]):
+            given = tuple(shapes[0][1:])
+    if given is None:
+        raise ValueError(
+            "A plan needs the shapes of the model's inputs. Received: "
+            f"model={type(model).__name__}({model.name!r}), which doesn't define them. "
+            "Give them as `inputs=(28, 28, 1)` (shapes without the batch, or "
+            "`keras.Input`s; several in a list or dict), begin the model with "
+            "`keras.Input`, or call `model.build` in `model_fn`."
+        )
+    return _placeholder(given, rows)
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, tuple | list) and all(
+        size is None or isinstance(size, int) for size in given
+    )
+
+
+def _placeholder(given: Any, rows: int) -> Any:
+    if isinstance(given, dict):
+        return {name: _placeholder(value, rows) for name, value in given.items()}
+    if _is_shape(given):
+        shape, dtype = [rows, *given], keras.config.floatx()
+    elif isinstance(given, tuple | list):
+        return type(given)([_placeholder(value, rows) for value in given])
+    else:
+        shape, dtype = [given.shape[0] or rows, *given.shape[1:]], given.dtype
+    if None in shape:
+        raise ValueError(
+            "A plan needs inputs of known sizes. Received: an input of shape "
+            f"{tuple(shape)} (the first is the batch); give `inputs=` with a number in "
+            "place of None, for instance the longest sequence."
+        )
+    return tf.compat.v1.placeholder(keras.backend.standardize_dtype(dtype), shape)
+
+
+# The layers of a model that are placed on a device as a whole.
+#
+# Built-in layers are, with all layers in them (MultiHeadAttention, Bidirectional,
+# RNNs). Models, and custom layers that consist of other layers, are divided; the
+# weights that such a layer has itself are placed by its own path.
+
+_MARK = re.compile(r"kerasdist_unit_(\d+)x")
+_marking = threading.Lock()
+
+
+def _goes_whole(layer: Any) -> bool:
+    """Return whether a layer is placed as a whole."""
+    built_in = type(layer).__module__.partition(".")[0] == "keras"
+    return not isinstance(layer, keras.Model) and (built_in or not layer._layers)
+
+
+class _Units:
+    """The layers of a model that are placed as a whole, numbered.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        layers: The layers by number.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._numbers: dict[int, int] = {}
+        self.layers: list[Any] = []
+
+    @contextlib.contextmanager
+    def marking(self) -> Iterator[None]:
+        """Let calls of layers mark the operations that they make, in this thread."""
+        original = keras.Layer.__call__
+        me = threading.get_ident()
+        inside = False
+
+        @functools.wraps(original)
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if threading.get_ident() != me or inside or not _goes_whole(layer):
+                return original(layer, *args, **kwargs)
+            inside = True
+            try:
+                with tf.name_scope(f"kerasdist_unit_{self._number(layer)}x"):
+                    return original(layer, *args, **kwargs)
+            finally:
+                inside = False
+
+        with _marking:
+            keras.Layer.__call__ = call
+            try:
+                yield
+            finally:
+                keras.Layer.__call__ = original
+
+    def of(self, name: str) -> int | None:
+        """Return the number of the layer that made an operation of this name."""
+        marks = _MARK.findall(name)
+        return int(marks[-1]) if marks else None
+
+    def costs(
+        self, optimizer: Any, trained: Sequence[Any], gradients: Sequence[Any]
+    ) -> list[UnitCost]:
+        """Return the costs of each layer's variables, by number.
+
+        Layers with the same path, which go to one device, are one layer here.
+
+        Args:
+            optimizer: A new one; or None.
+            trained: The trained variables.
+            gradients: Theirs, or None where there is none.
+        """
+        slots = _slot_bytes(optimizer, trained)
+        about = {
+            id(variable): (size, gradient)
+            for variable, size, gradient in zip(trained, slots, gradients, strict=True)
+        }
+        owners = list(self._variables())
+        paths = {number: path for number, path, _ in owners}
+        costs: dict[str, UnitCost] = {}
+        found = []
+        for number, layer in enumerate(self.layers):
+            path = paths.get(number) or layer.name
+            new = UnitCost(path=path, kind=type(layer).__name__)
+            found.append(costs.setdefault(path, new))
+        for number, _, variables in owners:
+            cost = found[number]
+            for variable in variables:
+                size = _bytes(variable)
+                cost.parameters += size
+                if id(variable) not in about:
+                    continue
+                slot, gradient = about[id(variable)]
+                cost.trainable += size
+                cost.slots += slot
+                if gradient is not None and not _keeps_rows(optimizer, gradient):
+                    cost.gradients += size
+                    if optimizer is not None:
+                        cost.update = max(cost.update, _UPDATE_ARRAYS * size)
+        return found
+
+    def _variables(self) -> Iterator[tuple[int, str, list[Any]]]:
+        """Yield the number, path and variables of layers, each variable once.
+
+        A layer that only contains others, and has no variables, isn't yielded.
+        """
+        seen: set[int] = set()
+        top = self._model.path or self._model.name
+        for layer, path in _walk(self._model, top, set()):
+            variables = layer.variables if _goes_whole(layer) else _own_variables(layer)
+            own = [v for v in variables if id(v) not in seen]
+            seen.update(map(id, own))
+            if own or id(layer) in self._numbers:
+                yield self._number(layer), path, own
+
+    def _number(self, layer: Any) -> int:
+        if id(layer) not in self._numbers:
+            self._numbers[id(layer)] = len(self.layers)
+            self.layers.append(layer)
+        return self._numbers[id(layer)]
+
+
+def _walk(layer: Any, path: str, seen: set[int]) -> Iterator[tuple[Any, str]]:
+    """Yield all layers that may have variables, each once, and their paths."""
+    if id(layer) in seen or isinstance(layer, keras.layers.InputLayer):
+        return
+    seen.add(id(layer))
+    yield layer, path
+    if not _goes_whole(layer):
+        above = _prefix(layer, path)
+        for child in layer._layers:
+            yield from _walk(child, child.path or f"{above}{child.name}", seen)
+
+
+def _prefix(layer: Any, path: str) -> str:
+    """Return the beginning of the paths of a layer's children.
+
+    Only layers with a `build` of their own know their path; those of their siblings
+    begin alike. A functional model's name isn't a part of them.
+    """
+    for child in layer._layers:
+        if child.path and child.path.endswith(child.name):
+            return str(child.path.removesuffix(child.name))
+    return "" if hasattr(layer, "_inputs_struct") else f"{path}/"
+
+
+def _own_variables(layer: Any) -> list[Any]:
+    """Return the variables of a layer itself, without those of the layers in it."""
+    seeds = [generator.state for generator in layer._seed_generators]
+    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
+
 
 # The optimizer slots of trained weights, found by building the optimizer.
 
@@ -42,14 +372,8 @@ _ROWS_ONLY = (keras.optimizers.SGD,)
 _UPDATE_ARRAYS = 3
 
 
-def copy_of(optimizer: Any) -> Any:
-    """Return a copy of an optimizer that has no slots of weights yet.
-
-    Args:
-        optimizer: An optimizer, its name, or None.
-
-    Returns:
-        A new optimizer; None for None.
+def _copy_of(optimizer: Any) -> Any:
+    """Return a copy of an optimizer, or of that of a name, without slots; or None.
 
     Raises:
         ValueError: The optimizer can't be copied.
@@ -69,15 +393,11 @@ def copy_of(optimizer: Any) -> Any:
         ) from error
 
 
-def slot_bytes(optimizer: Any, variables: Sequence[Any]) -> list[int]:
+def _slot_bytes(optimizer: Any, variables: Sequence[Any]) -> list[int]:
     """Build an optimizer; return the bytes of its slots for each variable.
 
     Slots are all of its variables that aren't scalars: moments, averages (EMA),
     accumulated gradients. To be called inside `without_weights`.
-
-    Args:
-        optimizer: From `copy_of`; None has no slots.
-        variables: Keras variables.
     """
     if optimizer is None:
         return [0] * len(variables)
@@ -107,10 +427,10 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> list[int]:
     owned: set[int] = set()
     original = inner.add_variable_from_reference
 
-    def add(reference: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(reference, *args, **kwargs)
-        if id(reference) in counts:
-            counts[id(reference)] += _bytes(made)
+    def add(reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(reference_variable, *args, **kwargs)
+        if id(reference_variable) in counts:
+            counts[id(reference_variable)] += _bytes(made)
             owned.add(id(made))
         return made
 
@@ -128,17 +448,11 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> list[int]:
     ]
 
 
-def gradient_is_dense(optimizer: Any, gradient: Any) -> bool:
-    """Return whether a weight's gradient takes as much memory as the weight."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return True
+def _keeps_rows(optimizer: Any, gradient: Any) -> bool:
+    """Return whether a weight's gradient is a few rows of it, also in the update."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return not (type(inner) in _ROWS_ONLY and not inner.momentum)
-
-
-def updates_at_once(optimizer: Any) -> int:
-    """Return how many arrays of a weight's size exist while that weight is updated."""
-    return 0 if optimizer is None else _UPDATE_ARRAYS
+    rows = isinstance(gradient, tf.IndexedSlices)
+    return rows and type(inner) in _ROWS_ONLY and not inner.momentum
 
 
 def _bytes(variable: Any) -> int:
@@ -166,7 +480,10 @@ def without_weights() -> Iterator[None]:
     state = global_state.GLOBAL_STATE_TRACKER
     # Until 3.15 settings were stored separately.
     settings = getattr(global_state, "GLOBAL_SETTINGS_TRACKER", None)
-    kept = {name: _copy(value) for name, value in vars(state).items()}
+    kept: dict[str, Any] = {
+        name: copy.copy(value) if isinstance(value, dict | list | set) else value
+        for name, value in vars(state).items()
+    }
     python, numpy = random.getstate(), np.random.get_state()
     # A generator created inside would have no value.
     generator = kept.get("global_seed_generator")
@@ -197,10 +514,6 @@ def shapes_only() -> Any:
     return tf.variable_creator_scope(_create)
 
 
-def _copy(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, dict | list | set) else value
-
-
 def _create(create: Callable[..., Any], **kwargs: Any) -> Any:
     shape, dtype = _spec(kwargs["initial_value"], kwargs.get("dtype"))
     if shape.num_elements() is not None and shape.num_elements() <= _FEW_ELEMENTS:
@@ -224,260 +537,3 @@ def _spec(initial: Any, dtype: Any) -> tuple[Any, Any]:
     if not hasattr(initial, "shape") or not hasattr(initial, "dtype"):
         initial = np.asarray(initial)
     return tf.TensorShape(initial.shape), tf.as_dtype(dtype or initial.dtype)
-
-
-def describe(
-    model_fn: Callable[[], Any],
-    rows: int,
-    optimizer: Any = None,
-    inputs: Any = None,
-) -> ModelCost:
-    """Return what the layers of a model cost.
-
-    Args:
-        model_fn: Returns the model. Takes no arguments.
-        rows: The number of rows to trace with; costs are given per row.
-        optimizer: A Keras optimizer or its name; by default the one that the model was
-            compiled with, if any.
-        inputs: The model's inputs, if the model doesn't define them: shapes without the
-            batch (tuples), or `keras.Input`s, in a structure.
-
-    Raises:
-        ValueError: The model can't be built like this; the message names the fault.
-    """
-    with without_weights():
-        model = _built(model_fn)
-        return _describe(model, rows, optimizer, inputs)
-
-
-def describe_built(model: Any, rows: int, inputs: Any = None) -> ModelCost:
-    """Return the costs of the layers of an existing model, with its own optimizer.
-
-    Args:
-        model: A model, all of whose layers are built. It isn't changed.
-        rows: See `describe`.
-        inputs: See `describe`.
-    """
-    with without_weights():
-        return _describe(model, rows, None, inputs)
-
-
-def _built(model_fn: Callable[[], Any]) -> Any:
-    try:
-        model = model_fn()
-    except tf.errors.FailedPreconditionError:
-        # The function reads weights, as in a call with zeros that builds a model:
-        # put its computation into a graph instead.
-        with tf.__internal__.FuncGraph("model").as_default(), shapes_only():
-            model = model_fn()
-    if not isinstance(model, keras.Model):
-        raise ValueError(
-            "A plan needs a function that returns a model. Received: "
-            f"model_fn={model_fn!r}, which returned {model!r}; expected a "
-            "`keras.Model`."
-        )
-    return model
-
-
-def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
-    if optimizer is None and getattr(model, "optimizer", None) is not None:
-        optimizer = model.optimizer
-    optimizer = copy_of(optimizer)
-    graph = tf.__internal__.FuncGraph("step")
-    units = Units(model)
-    with graph.as_default(), shapes_only():
-        data = _placeholders(model, rows, inputs)
-        with units.marking(), tf.GradientTape() as tape:
-            outputs = _call(model, data)
-        results = [
-            tensor
-            for tensor in tf.nest.flatten(outputs)
-            if tf.is_tensor(tensor) and tensor.dtype.is_floating
-        ]
-        forward = len(graph.get_operations())
-        trained = _unique(model.trainable_variables)
-        seeds = [tf.compat.v1.placeholder(t.dtype, t.shape) for t in results]
-        gradients = tape.gradient(
-            results, [variable.value for variable in trained], output_gradients=seeds
-        )
-    ends = [
-        tensor
-        for gradient in gradients
-        if gradient is not None
-        for tensor in tf.nest.flatten(gradient, expand_composites=True)
-    ]
-    weights = _weights(units, trained, gradients, optimizer)
-    use = measure(
-        Traced(
-            made=graph.get_operations(),
-            forward=forward,
-            data=[t for t in tf.nest.flatten(data) if t is not None],
-            outputs=results,
-            seeds=seeds,
-            gradients=ends,
-            unit_of=units.of,
-            units=len(units.layers),
-        )
-    )
-    return _costs(units, use, weights, rows)
-
-
-@dataclasses.dataclass
-class _Weights:
-    """The variables of one layer, in bytes; see `LayerCost`."""
-
-    parameters: int = 0
-    trainable: int = 0
-    slots: int = 0
-    gradients: int = 0
-    update: int = 0
-
-
-def _call(model: Any, data: Any) -> Any:
-    try:
-        return model(data, training=True)
-    except Exception as error:
-        raise ValueError(
-            "A plan calls the model with placeholders in a graph, and this failed: "
-            f"{type(error).__name__}: {error}\nReceived: inputs="
-            f"{tf.nest.map_structure(lambda t: (t.shape, t.dtype.name), data)!r}; "
-            "expected the inputs of `model.call` in `fit`. Give `inputs=` another "
-            "shape, or several in a list or dict."
-        ) from error
-
-
-def _placeholders(model: Any, rows: int, inputs: Any) -> Any:
-    """Return placeholders for a batch, in the structure of the model's inputs."""
-    given = inputs
-    if given is None:
-        given = getattr(model, "_inputs_struct", None)
-        functional = getattr(model, "_functional", None)
-        if given is None and functional is not None:
-            given = functional._inputs_struct
-    if given is None:
-        shapes = list((getattr(model, "_build_shapes_dict", None) or {}).values())
-        if len(shapes) == 1:
-            shape = shapes[0]
-            given = tuple(shape[1:]) if _is_shape(shape) else None
-    if given is None:
-        raise ValueError(
-            "A plan needs the shapes of the model's inputs. Received: "
-            f"model={type(model).__name__}({model.name!r}), which doesn't define them. "
-            "Give them as `inputs=(28, 28, 1)` (shapes without the batch, or "
-            "`keras.Input`s; several in a list or dict), begin the model with "
-            "`keras.Input`, or call `model.build` in `model_fn`."
-        )
-    return _placed(given, rows)
-
-
-def _is_shape(given: Any) -> bool:
-    return isinstance(given, tuple | list) and all(
-        size is None or isinstance(size, int) for size in given
-    )
-
-
-def _placed(given: Any, rows: int) -> Any:
-    if isinstance(given, dict):
-        return {name: _placed(value, rows) for name, value in given.items()}
-    if _is_shape(given):
-        shape, dtype = [rows, *given], keras.config.floatx()
-    elif isinstance(given, tuple | list):
-        return type(given)([_placed(value, rows) for value in given])
-    else:
-        shape = [given.shape[0] or rows, *given.shape[1:]]
-        dtype = given.dtype
-    if None in shape:
-        raise ValueError(
-            "A plan needs inputs of known sizes. Received: an input of shape "
-            f"{tuple(shape)} (the first is the batch); give `inputs=` with a number in "
-            "place of None, for instance the longest sequence."
-        )
-    return tf.compat.v1.placeholder(keras.backend.standardize_dtype(dtype), shape)
-
-
-def _unique(variables: Any) -> list[Any]:
-    return list({id(variable): variable for variable in variables}.values())
-
-
-def _weights(
-    units: Units, trained: list[Any], gradients: list[Any], optimizer: Any
-) -> list[_Weights]:
-    """Return the bytes of each layer's variables, in the order of layer numbers."""
-    kept = slot_bytes(optimizer, trained)
-    about = {
-        id(variable): (size, gradient)
-        for variable, size, gradient in zip(trained, kept, gradients, strict=True)
-    }
-    at_once = updates_at_once(optimizer)
-    found: dict[int, _Weights] = {}
-    for number, variables in units.variables():
-        total = found.setdefault(number, _Weights())
-        for variable in variables:
-            size = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-            total.parameters += size
-            if id(variable) not in about:
-                continue
-            slot, gradient = about[id(variable)]
-            total.trainable += size
-            total.slots += slot
-            if gradient is not None and gradient_is_dense(optimizer, gradient):
-                total.gradients += size
-                total.update = max(total.update, at_once * size)
-    return [found.get(number, _Weights()) for number in range(len(units.layers))]
-
-
-def _costs(units: Units, use: Use, weights: list[_Weights], rows: int) -> ModelCost:
-    """Combine the results, in the order in which the layers run.
-
-    Layers with the same path go to one device, and become one layer here.
-    """
-    last = len(units.layers), 0
-    begins = [last if u.first is None else (0, u.first) for u in use.units]
-    places: dict[int, int] = {}
-    layers: list[LayerCost] = []
-    index: dict[str, int] = {}
-    paths = units.paths()
-    for number in sorted(range(len(units.layers)), key=lambda n: (begins[n], n)):
-        made, held, layer = use.units[number], weights[number], units.layers[number]
-        if made.first is None and not held.parameters:
-            continue
-        cost = LayerCost(
-            path=paths[number],
-            kind=type(layer).__name__,
-            parameter_bytes=held.parameters,
-            trainable_bytes=held.trainable,
-            slot_bytes=held.slots,
-            gradient_bytes=held.gradients,
-            update_bytes=held.update,
-            saved_row_bytes=made.saved / rows,
-            saved_bytes=made.fixed,
-            transient_row_bytes=made.transient / rows,
-            output_row_bytes=made.output / rows,
-            row_flops=made.flops / rows,
-        )
-        if cost.path in index:
-            places[number] = index[cost.path]
-            layers[places[number]] = _joined(layers[places[number]], cost)
-        else:
-            places[number] = index[cost.path] = len(layers)
-            layers.append(cost)
-    tensors = [
-        TensorCost(
-            source=places.get(source, -1),
-            consumers=tuple(places[reader] for reader in readers),
-            row_bytes=size / rows,
-        )
-        for source, readers, size in use.tensors
-    ]
-    return ModelCost(layers=tuple(layers), tensors=tuple(tensors))
-
-
-def _joined(a: LayerCost, b: LayerCost) -> LayerCost:
-    """Merge two layers with the same path."""
-    most = ("update_bytes", "transient_row_bytes")
-    values = {}
-    for field in dataclasses.fields(LayerCost):
-        if field.name not in ("path", "kind"):
-            pair = getattr(a, field.name), getattr(b, field.name)
-            values[field.name] = max(pair) if field.name in most else sum(pair)
-    return dataclasses.replace(a, **values)

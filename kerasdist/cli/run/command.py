@@ -33,7 +33,7 @@ from kerasdist.cli.run.nodes import RendezvousError, meeting
 from kerasdist.cli.run.options import WITH_VALUE, read_number
 from kerasdist.cli.run.spawn import cores_in_order, shares
 from kerasdist.cli.run.supervisor import run_supervised
-from kerasdist.placement.advice import counted
+from kerasdist.placement.plan import counted
 from kerasdist.transport.credentials import tls_fault
 from kerasdist.transport.handshake import secret_fault
 from kerasdist.transport.log import format_fault, level_fault

@@ -17,7 +17,7 @@ from kerasdist.cli.run.hosts.find_gpus import VARIABLE
 from kerasdist.cli.run.hosts.places import TasksOnHosts
 from kerasdist.cli.run.nodes import LocalPart
 from kerasdist.cli.run.options import ElasticOptions
-from kerasdist.placement.advice import counted
+from kerasdist.placement.plan import counted
 from kerasdist.run_function.launcher import (
     CALL_VARIABLE,
     OUTCOME_VARIABLE,

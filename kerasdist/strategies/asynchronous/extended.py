@@ -18,7 +18,7 @@ from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, KerasHooks, LoopData, StepTimer
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.parameter_server import ServerClient, enter
-from kerasdist.placement.advice import counted
+from kerasdist.placement.plan import counted
 from kerasdist.strategies.asynchronous.dynamic_batches import (
     ArraySource,
     AsyncBatches,

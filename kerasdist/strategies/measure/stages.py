@@ -1,8 +1,8 @@
 """The busy times of one replica's devices, measured in the graph of a step.
 
 A stage works while it computes a micro-batch, forward or backward, the loss, or its
-update: its visits (`placement.visits`). Between two of them it is idle. Each visit has
-a clock at its begin and one at its end, which show for each step:
+update: its visits (`placement.micro_batch_order`). Between two of them it is idle. Each
+visit has a clock at its begin and one at its end, which show for each step:
 
     stage 0   |-F0-||-F1-|                |-B1-||-B0-||-update-|
     stage 1         |--F0--||--F1--||-loss-||-B1-||-B0-|       |-update-|
@@ -35,8 +35,7 @@ from kerasdist import _tf
 from kerasdist._tf import graph_clocks
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.placement.micro_batch_order import MicroBatch
-from kerasdist.placement.visits import union_length
+from kerasdist.placement.micro_batch_order import MicroBatch, union_length
 from kerasdist.transport.tracing import now
 
 # The offsets of ranks' clocks, estimated by repeated barriers.

@@ -24,7 +24,7 @@ from typing import Any
 from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts
 from kerasdist._tf.variables import facets_of
-from kerasdist.placement.plan import Patterns
+from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.placed.placer import Placer
 
 
@@ -43,10 +43,7 @@ class _OneDevice(Placer):
         del layer
         return self.devices[0]
 
-    def device_of(self, layer: LayerFacts) -> str | None:
-        """See `LayerPlacer`."""
-        del layer
-        return self.devices[0]
+    device_of = wish
 
     def variable_device(
         self, path: str, called: tuple[str, ...], device: str | None

@@ -15,7 +15,8 @@ from kerasdist import _keras, _tf
 from kerasdist._keras import LayerFacts, called_layer
 from kerasdist._tf import gradient_placement, graph_clocks
 from kerasdist._tf.graph_clocks import parts_of_operations, ran_graphs
-from kerasdist.placement.plan import Patterns, Plan
+from kerasdist.placement.patterns import Patterns
+from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from kerasdist._tf.graph_clocks import CLOCK, RunNode
-from kerasdist.placement.advice import human_bytes
+from kerasdist.placement.plan import human_bytes
 
 # Operations that compute nothing.
 _LIGHT = frozenset(

@@ -16,7 +16,7 @@ from kerasdist._keras import ArrayData, ItemData, StepTimer, random_seed
 from kerasdist._tf.row_pipelines import RowPipeline, row_pipeline
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.placement.advice import counted
+from kerasdist.placement.plan import counted
 from kerasdist.strategies.chief_data.choice import DataChoice
 from kerasdist.strategies.chief_data.encoding import Encoded, decode, encode
 from kerasdist.strategies.chief_data.items import (

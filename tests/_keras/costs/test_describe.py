@@ -235,6 +235,21 @@ def test_slots_are_found_from_the_optimizer(optimizer, slots):
         assert layer.gradient_bytes == layer.trainable_bytes
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "elements"),
+    [
+        # A kernel has a momentum, a bias the two moments of Adam.
+        ("muon", 16 * 32 + 2 * 32),
+        # Of the shape of the weights, and rows and columns of a kernel.
+        ("adafactor", 16 * 32 + 32 + 16 + 32),
+    ],
+)
+def test_optimizers_that_name_the_reference_of_a_slot(optimizer, elements):
+    # They failed with a TypeError: they call `add_variable_from_reference` by keyword.
+    found = costs(chain(keras.Input((16,)), layers.Dense(32, name="a")), optimizer)
+    assert found["a"].slot_bytes == 4 * elements
+
+
 def test_the_optimizer_of_a_compiled_model():
     def build():
         model = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="a")])
