@@ -74,14 +74,14 @@ __all__ = [
 
 _LAZY = {
     "Communicator": "kerasdist.collectives.communicator",
-    "Factors": "kerasdist.compression.factors",
+    "Factors": "kerasdist.compression",
     "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "PlacementReport": "kerasdist.strategies.placed.report",
     "Plan": "kerasdist.placement.plan",
-    "PowerSGD": "kerasdist.compression.power_sgd",
+    "PowerSGD": "kerasdist.compression",
     "RingStrategy": "kerasdist.strategies.ring",
-    "TopK": "kerasdist.compression.top_k",
+    "TopK": "kerasdist.compression",
     "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.plan",
