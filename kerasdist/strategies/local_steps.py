@@ -31,7 +31,7 @@ _RATE, _MOMENTUM = 0.7, 0.9
 
 
 class LocalSteps:
-    """How often workers average their weights, and what is done with the average.
+    """The interval between averages of all workers' weights, and their use.
 
     Args:
         steps: Steps of training between two averages.
@@ -119,7 +119,7 @@ class LocalWorkers(Workers):
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Trace or run this worker's own step in the block."""
+        """Run or trace a step of this worker alone in the block."""
         before, self._stepping = self._stepping, True
         try:
             yield
@@ -151,7 +151,7 @@ class LocalTraining:
 
     @contextlib.contextmanager
     def step(self, rows: Any) -> Iterator[None]:
-        """Trace or run a step of a replica with so many rows in the block."""
+        """Run or trace a step of a replica, given its rows, in the block."""
         self._rows.assign_add(tf.cast(rows, tf.float64))
         with self._workers.alone():
             yield
