@@ -101,12 +101,14 @@ class GradientHooks:
         end_window: See `strategies.reduce.gradients.end_window`.
         sum_over_replicas: Sums each of a list of tensors over all replicas.
         check: Raises an error if an optimizer doesn't fit to how gradients are reduced.
+        words: What is special about it, for the start-up line; empty if nothing is.
     """
 
     reduce: Callable[..., list[Any]]
     end_window: Callable[..., list[Any]]
     sum_over_replicas: Callable[[Sequence[Any]], list[Any]]
     check: Callable[[Any], None]
+    words: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -252,6 +252,10 @@ class LocalExtended(SynchronousExtended):
         self._local_steps = local_steps
         super().__init__(container, devices, job, options, **more)
 
+    def _gradients_in_words(self, options: Options) -> str:
+        steps = self._local_steps.steps
+        return f"weights averaged every {steps} steps" if steps > 1 else "local steps"
+
     def _make_local(self) -> LocalTraining | None:
         workers = self.workers
         alone = workers.communicator.size == 1

@@ -149,7 +149,7 @@ def check_arguments(
     )
     if mode == "async" and compression is not None:
         raise ValueError(
-            "With mode='async' weights cross the network: 16 bits are too few. "
+            "With mode='async' weights cross the network, and not gradients. "
             f"Received: compression={compression!r}. Leave it out, or use "
             "mode='sync'."
         )

@@ -69,6 +69,9 @@ def train(local_steps, optimizer=None, epochs=2, statistics=False, fit={}, **com
 
 adam = lambda: keras.optimizers.Adam(0.01)
 one = kerasdist.LocalSteps(1, outer=keras.optimizers.SGD(1.0))
+import io, logging
+lines = io.StringIO()
+logging.getLogger("kerasdist").addHandler(logging.StreamHandler(lines))
 results = {
     "sync": train(None),
     "1": train(1),
@@ -122,6 +125,7 @@ try:
     m.fit(x, y, batch_size=64, verbose=0)
 except ValueError as error:
     results["refused"] = str(error)
+results["lines"] = lines.getvalue()
 print("RESULT", json.dumps(results), flush=True)
 """
 
@@ -199,6 +203,10 @@ def test_on_batch_methods(jobs):
     (before, after), (other, same) = (job["by batch"] for job in jobs)
     assert before != other
     assert after == same
+
+
+def test_the_start_up_line_says_it(results):
+    assert "weights averaged every 4 steps" in results["lines"]
 
 
 def test_several_steps_in_a_call_must_fit(results):

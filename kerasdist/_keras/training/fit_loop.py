@@ -545,4 +545,6 @@ def _start_line(hooks: KerasHooks, trainer: Any) -> str:
         parts.append(f"learning rate {rate:g}")
     except (AttributeError, TypeError, ValueError):
         pass
+    if hooks.gradients.words:
+        parts.append(hooks.gradients.words)
     return "kerasdist: " + ", ".join(parts)

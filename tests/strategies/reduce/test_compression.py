@@ -61,6 +61,9 @@ def train(optimizer=None, compile={}, epochs=3, **options):
         "memories": len(variables),
     }
 
+import io, logging
+lines = io.StringIO()
+logging.getLogger("kerasdist").addHandler(logging.StreamHandler(lines))
 sgd = lambda **more: lambda: keras.optimizers.SGD(0.05, momentum=0.9, **more)
 results = {
     "none": train(),
@@ -133,6 +136,7 @@ try:
     train(sgd(), compression=kerasdist.TopK(momentum=0.5))
 except ValueError as error:
     results["twice"] = str(error)
+results["lines"] = lines.getvalue()
 print("RESULT", json.dumps(results), flush=True)
 """
 
@@ -198,6 +202,10 @@ def test_memories_are_each_model_s_own_and_end_with_it(results):
     first, second = results["loop"]["weights"]
     assert first != second
     assert results["forgotten"] == results["powersgd"]["memories"]
+
+
+def test_the_start_up_line_says_it(results):
+    assert "gradients sent by PowerSGD(rank=1)" in results["lines"]
 
 
 def test_momentum_twice_is_refused(results):
