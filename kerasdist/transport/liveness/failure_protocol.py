@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from kerasdist import errors
 from kerasdist.transport.base import Peer
-from kerasdist.transport.framing import Call
+from kerasdist.transport.framing import Call, from_plain, to_object
 from kerasdist.transport.liveness.launcher_pipe import (
     descriptor_in_words,
     descriptor_named,
@@ -55,20 +55,16 @@ class FinalError:
 
     def encode(self) -> bytes:
         """Return the file's content, for `decode`."""
-        return json.dumps(dataclasses.asdict(self)).encode()
+        return json.dumps(to_object(self)).encode()
 
     @staticmethod
     def decode(data: bytes) -> FinalError | None:
         """Return the error in a file's content; None if there is none."""
         try:
-            value = json.loads(data)
-            return FinalError(
-                text=str(value["text"]),
-                message=str(value["message"]),
-                consequence=bool(value["consequence"]),
-            )
-        except (ValueError, LookupError, TypeError, RecursionError):
+            found: FinalError = from_plain(json.loads(data), FinalError)
+        except (ValueError, TypeError, RecursionError):
             return None
+        return found
 
 
 def final_exception() -> BaseException | None:

@@ -25,9 +25,9 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from kerasdist import errors
+from kerasdist.transport.framing import from_plain, to_object
 
 # The launcher's standard error, which the chief takes when its start is over.
 #
@@ -102,7 +102,7 @@ class Report:
 
     def encode(self) -> bytes:
         """Return the line, with its end."""
-        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+        return json.dumps(to_object(self)).encode() + b"\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Notice:
         reason = self.reason
         while True:
             short = dataclasses.replace(self, reason=reason)
-            line = json.dumps({"notice": dataclasses.asdict(short)}).encode() + b"\n"
+            line = json.dumps({"notice": to_object(short)}).encode() + b"\n"
             if len(line) <= _MOST_BYTES or not reason:
                 return line
             reason = reason[: len(reason) * 3 // 4]
@@ -167,23 +167,10 @@ class Members:
         ranks = self.ranks
         while True:
             short = dataclasses.replace(self, ranks=ranks)
-            line = json.dumps({"members": dataclasses.asdict(short)}).encode() + b"\n"
+            line = json.dumps({"members": to_object(short)}).encode() + b"\n"
             if len(line) <= _MOST_BYTES or len(ranks) == 1:
                 return line
             ranks = ranks[: len(ranks) * 3 // 4]
-
-    @staticmethod
-    def decode(value: Any) -> Members | None:
-        """Return the record that JSON holds; None if it has no chief."""
-        members = Members(
-            job=str(value["job"]),
-            epoch=int(value["epoch"]),
-            ranks=tuple(map(int, value["ranks"])),
-            size=int(value["size"]),
-            step=int(value["step"]),
-            pause=float(value["pause"]),
-        )
-        return members if members.ranks else None
 
 
 def decode(line: bytes) -> Report | Notice | Members | None:
@@ -191,29 +178,16 @@ def decode(line: bytes) -> Report | Notice | Members | None:
     try:
         value = json.loads(line)
         if "members" in value:
-            return Members.decode(value["members"])
-        if "notice" in value:
-            value = value["notice"]
-            return Notice(
-                server=int(value["server"]),
-                kind=str(value["kind"]),
-                rank=_number(value["rank"]),
-                reason=str(value["reason"]),
-                patience=float(value["patience"]),
-            )
-        return Report(
-            job=str(value["job"]),
-            rank=int(value["rank"]),
-            error=str(value["error"]),
-            blames=_number(value["blames"]),
-            server=_number(value.get("server")),
+            members: Members = from_plain(value["members"], Members)
+            return members if members.ranks else None
+        found: Report | Notice = (
+            from_plain(value["notice"], Notice)
+            if "notice" in value
+            else from_plain(value, Report)
         )
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return None
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return found
 
 
 class LauncherPipe:
