@@ -363,11 +363,15 @@ def from_plain(value: Any, kind: Any) -> Any:
             raise ValueError(f"{value!r:.100}")
         key = int if args[0] is int else str
         return {key(name): from_plain(each, args[1]) for name, each in value.items()}
+    if typing.is_typeddict(kind) and isinstance(value, dict):
+        given = {name: value.get(name, ...) for name in _fields(kind)}
+        return _read_fields(kind, given)
     is_record = dataclasses.is_dataclass(kind)
     if is_record and isinstance(value, dict):
         given = {name: value[name] for name in _fields(kind) if name in value}
         return kind(**_read_fields(kind, given))
-    if not isinstance(value, list) or (origin and issubclass(origin, Mapping)):
+    is_list = isinstance(value, list) and not typing.is_typeddict(kind)
+    if not is_list or (origin and issubclass(origin, Mapping)):
         raise ValueError(f"{value!r:.100}")
     if origin is frozenset:
         return frozenset(from_plain(each, args[0]) for each in value)
@@ -392,6 +396,8 @@ def _is_plain(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
 def _read_fields(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in given.items():
+        if value is ...:
+            raise _WrongField(f"{name} is missing")
         try:
             found[name] = from_plain(value, _fields(kind)[name])
         except _WrongField as error:

@@ -23,7 +23,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.parameter_server.channel import Message
-from kerasdist.parameter_server.client.network import Roster, ServerConnections
+from kerasdist.parameter_server.client.network import ServerConnections
 from kerasdist.parameter_server.client.remote_table import RemoteTable
 from kerasdist.parameter_server.client.server_communicator import (
     Build,
@@ -31,13 +31,31 @@ from kerasdist.parameter_server.client.server_communicator import (
     ServerJob,
 )
 from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
-from kerasdist.parameter_server.membership import Event, WorkerProgress
-from kerasdist.parameter_server.server.handler import REMEMBERED, Goodbye
+from kerasdist.parameter_server.membership import (
+    Event,
+    Goodbye,
+    ServerRoster,
+    WorkerProgress,
+)
+from kerasdist.parameter_server.server.handler import (
+    REMEMBERED,
+    Claim,
+    First,
+    Met,
+    Stats,
+    request_of,
+)
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Timeouts
-from kerasdist.transport.framing import Call, FrameType, to_json, unexpected
+from kerasdist.transport.framing import (
+    Call,
+    FrameType,
+    read_record,
+    to_json,
+    unexpected,
+)
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.liveness.failure_protocol import decode
+from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 
 # Control requests: a worker's requests to server 0 besides gradients and weights.
@@ -55,7 +73,7 @@ class ControlRequests(ServerJob):
         self._created = 0
 
     @property
-    def claims(self) -> Mapping[int, tuple[int, Sequence[int]]]:
+    def claims(self) -> Mapping[int, tuple[int, tuple[int, ...]]]:
         """This worker's last claims, for a restarted server."""
         # Not the dictionary itself: another thread may claim from another server.
         return dict(self._claims)
@@ -78,15 +96,14 @@ class ControlRequests(ServerJob):
         Raises:
             CollectiveError: See `kerasdist.errors`.
         """
-        meta = {
-            "do": "claim",
-            "dataset": dataset,
-            "epoch": epoch,
-            "limit": -1 if limit is None else limit,
-            "last": last,
-        }
+        claim = Claim(
+            dataset=dataset,
+            epoch=epoch,
+            limit=-1 if limit is None else limit,
+            last=last,
+        )
         with self.calling("claiming a batch"):
-            number = int(self.request("claiming a batch", meta)["number"])
+            number = int(self.request("claiming a batch", claim).meta["number"])
             if number < 0:
                 return None
             present, before = self._claims.get(dataset, (epoch, ()))
@@ -105,28 +122,27 @@ class ControlRequests(ServerJob):
         Raises:
             CollectiveError: See `kerasdist.errors`.
         """
-        meta = {"do": "first", "number": self._created}
-        request = Message(FrameType.REQUEST, Call(0), meta, (value,))
-        others: list[Build | None] = [None] * (self.servers - 1)
+        first = First(number=self._created)
         with self.calling("creating a variable"):
             self._created += 1
-            reply = self.request_all([lambda _: request, *others])[0]
+            reply = self.request("creating a variable", first, (value,))
             return np.array(reply.arrays[0]) if reply.arrays else value
 
-    def request(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
-        """Send server 0 a request without arrays; return the reply's JSON object.
+    def request(self, what: str, record: Any, arrays: Sequence[Array] = ()) -> Message:
+        """Send server 0 a request; return the reply.
 
         Args:
             what: In words, for messages.
-            meta: The request.
+            record: The request.
+            arrays: Its arrays.
 
         Raises:
             CollectiveError: See `kerasdist.errors`.
         """
-        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        request = request_of(record, arrays)
         with self.calling(what):
             others: list[Build | None] = [None] * (self.servers - 1)
-            return dict(self.request_all([lambda _: request, *others])[0].meta)
+            return self.request_all([lambda _: request, *others])[0]
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each server's statistics of its tables and workers.
@@ -136,7 +152,7 @@ class ControlRequests(ServerJob):
             rank and "observed": by rank the number of its reads by staleness),
             "workers", "events", "requests", "updates", "snapshots". Keys are texts.
         """
-        request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, ())
+        request = request_of(Stats())
         with self.calling("a request for statistics"):
             replies = self.request_all([lambda _: request] * self.servers)
             return [dict(reply.meta) for reply in replies]
@@ -236,7 +252,7 @@ class ServerClient(ControlRequests):
         )
         return self._heartbeat
 
-    def start(self, roster: Roster) -> None:
+    def start(self, roster: ServerRoster) -> None:
         """Begin with the first server's roster, when all have admitted this worker."""
         self.replicas = roster.replicas
         self.joined = roster.joined
@@ -336,17 +352,14 @@ class ServerClient(ControlRequests):
         """See `ServerJob.generation`."""
         return self.connections[server].generation
 
-    def note_met(self, call: Call, answers: Sequence[Message]) -> None:
+    def note_met(self, call: Call, answers: Sequence[Met]) -> None:
         """See `ServerJob.note_met`."""
         self._met = max(self._met, call.sequence)
         for answer in answers:
-            clocks = answer.meta.get("clocks")
-            if not isinstance(clocks, dict):
-                continue
-            for number, clock in clocks.items():
-                if int(number) < len(self.tables):
-                    table = self.tables[int(number)]
-                    table.clock = max(table.clock, int(clock))
+            for number, clock in answer.clocks.items():
+                if number < len(self.tables):
+                    table = self.tables[number]
+                    table.clock = max(table.clock, clock)
 
     @property
     def step(self) -> int:
@@ -411,10 +424,12 @@ class ServerClient(ControlRequests):
                 self._on_failure(error)
             here = self.peers[self.rank]
             why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
-            goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
+            reason = f"it gave up at step {self.step} ({why})"
             if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
-                goodbye.reason = error.reason
-            self.connections.send_goodbye(goodbye)
+                reason = error.reason[:1000]
+            self.connections.send_goodbye(
+                Goodbye(reason=reason, failed=True, cause=encode(error).decode())
+            )
         finally:
             with self._changed:
                 self._failure = error
@@ -455,7 +470,7 @@ class ServerClient(ControlRequests):
             self._uses.discard(use)
             if self._closed or self._failing is not None or self._uses:
                 return
-        left = Goodbye("it closed its strategy", False, use=self.use)
+        left = Goodbye(reason="it closed its strategy", use=self.use)
         self.connections.send_goodbye(left)
 
     def close(
@@ -480,8 +495,10 @@ class ServerClient(ControlRequests):
             shown = f"its script ended with {type(error).__name__}: {error}"
             reason = shown[:1000].rstrip(". \n")
         if self._failing is None:
-            goodbye = Goodbye(reason, error is not None, cause)
-            self.connections.send_goodbye(goodbye)
+            why = None if cause is None else encode(cause).decode()
+            self.connections.send_goodbye(
+                Goodbye(reason=reason, failed=error is not None, cause=why)
+            )
         self.connections.abort()
         if self._heartbeat is not None:
             self._heartbeat.close()
@@ -527,7 +544,7 @@ class ServerClient(ControlRequests):
         if kind is FrameType.FAILURE:
             self.fail(decode(payload)[0])
         elif kind is FrameType.EVENT:
-            event = Event.from_json(to_json(payload))
+            event = read_record(to_json(payload), Event, "An event")
             # All servers report; the first one's event is enough.
             if key == 0:
                 self.events.append(event)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
@@ -18,37 +16,28 @@ from kerasdist.parameter_server.client.client import TRANSPORTS, ServerClient
 from kerasdist.parameter_server.client.network import (
     JOIN_SECONDS,
     NetworkConnection,
-    Roster,
     ServerConnection,
 )
 from kerasdist.parameter_server.client.server_communicator import ServerJob
 from kerasdist.parameter_server.layout import Layout, ServerSettings
-from kerasdist.parameter_server.membership import Event, WorkerRecord
-from kerasdist.parameter_server.server.handler import Goodbye, RequestHandler
+from kerasdist.parameter_server.membership import (
+    Event,
+    Goodbye,
+    ServerRoster,
+    WorkerRecord,
+)
+from kerasdist.parameter_server.server.collectives import Entry
+from kerasdist.parameter_server.server.handler import Enter, Entered, RequestHandler
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport import log
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.framing import read_record
 from kerasdist.transport.rendezvous.startup import host_key
 
 # Joining a running job: this worker waits for the end of the others' epoch.
 #
 # The protocol is in `kerasdist.parameter_server.server.collectives`.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """The point at which a worker joined.
-
-    Attributes:
-        met: Number of the last collective before.
-        ranks: All live workers, this one among them.
-        facts: The others' facts.
-    """
-
-    met: int
-    ranks: tuple[int, ...]
-    facts: dict[str, Any]
 
 
 def enter(client: ServerClient, fit: int) -> Entry:
@@ -66,13 +55,13 @@ def enter(client: ServerClient, fit: int) -> Entry:
     seen = -1
     deadline = Deadline(client.timeouts.collective)
     while True:
-        found = client.request("joining the others", {"do": "enter", "fit": fit})
-        entry = found.get("entered")
-        if isinstance(entry, dict):
-            break
+        reply = client.request("joining the others", Enter(fit=fit))
+        found = read_record(reply.meta, Entered, "A reply")
+        if found.entry is not None:
+            return found.entry
         # An epoch may take longer than any wait inside of it.
-        if found.get("requests") != seen:
-            seen = int(found.get("requests", 0))
+        if found.requests != seen:
+            seen = found.requests
             deadline = Deadline(client.timeouts.collective)
         if deadline.expired:
             raise client.fail(
@@ -82,11 +71,6 @@ def enter(client: ServerClient, fit: int) -> Entry:
                     "busy with other work? Give them more time with `timeout=`."
                 )
             )
-    return Entry(
-        int(entry["met"]),
-        tuple(int(rank) for rank in entry["ranks"]),
-        dict(entry["facts"]),
-    )
 
 
 # A worker's connection to a server in its own process.
@@ -223,7 +207,7 @@ def connect_servers(
     worker = WorkerRecord(client.rank, address, secrets.token_hex(8), replicas, "live")
     if not cluster.servers:
         handler = RequestHandler(0, 1, 1, settings, timeouts, on_table)
-        roster = Roster(
+        roster = ServerRoster(
             replicas=(replicas,),
             met=handler.membership.workers[0].met,
             joined=handler.resumed,
@@ -238,7 +222,7 @@ def connect_servers(
     cause: errors.ServerLost | None = None
     try:
         met: int | None = None
-        rosters: list[Roster] = []
+        rosters: list[ServerRoster] = []
         for index, server in enumerate(cluster.servers):
             connection = NetworkConnection(
                 index,

@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from kerasdist import errors
 from kerasdist.collectives.communicator import copy_to_raise
@@ -25,16 +25,27 @@ from kerasdist.parameter_server.channel import (
 )
 from kerasdist.parameter_server.client.server_communicator import Build, ServerJob
 from kerasdist.parameter_server.layout import ServerSettings
-from kerasdist.parameter_server.membership import WorkerRecord
-from kerasdist.parameter_server.server.handler import MOST_BYTES, Goodbye
-from kerasdist.parameter_server.server.registration import PURPOSE, missing_from_json
+from kerasdist.parameter_server.membership import (
+    Goodbye,
+    ServerHello,
+    ServerRoster,
+    WorkerRecord,
+)
+from kerasdist.parameter_server.server.handler import MOST_BYTES
+from kerasdist.parameter_server.server.registration import PURPOSE
 from kerasdist.parameter_server.socket_channel import SocketChannel
 from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
-from kerasdist.transport.framing import Call, FrameType, unexpected
+from kerasdist.transport.framing import Call, FrameType, to_object
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.rendezvous.dial import dial_tcp, dial_unix, retry
+from kerasdist.transport.rendezvous.dial import (
+    Refused,
+    dial_tcp,
+    dial_unix,
+    register,
+    retry,
+)
 from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
 from kerasdist.transport.tracing import SpanTimer
 
@@ -154,28 +165,6 @@ GRACE_SECONDS = 8.0
 JOIN_SECONDS = 10.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Roster:
-    """The reply of a server to a worker that it admits.
-
-    Attributes:
-        replicas: Each worker's number of replicas, by rank.
-        met: Number of the last collective in which this worker doesn't take part.
-        joined: Whether the job had begun without it.
-        joining: Whether the others don't wait for it yet, see
-            `kerasdist.parameter_server.server.collectives`.
-        resumed: Whether the server continues from a snapshot.
-        seed: Random; the same for all workers, and after the server's restart.
-    """
-
-    replicas: tuple[int, ...]
-    met: int
-    joined: bool
-    joining: bool = False
-    resumed: bool = False
-    seed: int = 0
-
-
 class ServerConnection(abc.ABC):
     """One server, as a worker sees it.
 
@@ -283,6 +272,7 @@ class ServerConnection(abc.ABC):
         """Release sockets and threads. Can be called twice."""
 
 
+_Result = TypeVar("_Result")
 # Seconds that a broken connection waits for a report on the control connection.
 _REPORT_SECONDS = 1.0
 
@@ -323,7 +313,13 @@ class NetworkConnection(ServerConnection):
         super().__init__(job, timeouts)
         self.index = index
         self.address = address
-        self._worker = worker
+        self._hello = ServerHello(
+            server=index,
+            incarnation=worker.incarnation,
+            replicas=worker.replicas,
+            settings=settings.agreed(),
+        )
+        self._rank = worker.rank
         self._host = host
         self._session = session
         self._secret = secret
@@ -336,8 +332,6 @@ class NetworkConnection(ServerConnection):
         self._reviver: threading.Thread | None = None
         # Why it couldn't be reached; empty if it could.
         self.unreachable = ""
-        # The workers for which it has refused this one, with the reasons.
-        self._missing: dict[int, str] = {}
 
     def __str__(self) -> str:
         """Return its name, for instance `server 1 (10.0.0.9:2222)`."""
@@ -354,14 +348,14 @@ class NetworkConnection(ServerConnection):
         *,
         join_barrier: bool = False,
         joining: bool | None = None,
-    ) -> Roster:
+    ) -> ServerRoster:
         """Connect at the start of the job, or join it later.
 
         Args:
-            met: `Roster.met` of another server, or None.
+            met: `ServerRoster.met` of another server, or None.
             join_barrier: Whether to join at an epoch's end, see
                 `parameter_server.server.collectives`.
-            joining: `Roster.joining` of another server, or None.
+            joining: `ServerRoster.joining` of another server, or None.
 
         Raises:
             StartupError: The server is missing, refused this worker, or not all
@@ -369,23 +363,12 @@ class NetworkConnection(ServerConnection):
             AuthenticationError: The server doesn't hold the same secret.
             ProtocolError: The process at the address isn't kerasdist.
         """
-        deadline = Deadline(self._timeouts.startup)
-        more = {"met": met, "join_barrier": join_barrier, "joining": joining}
-        return self._connect(deadline, more)
+        hello = dataclasses.replace(
+            self._hello, met=met, join_barrier=join_barrier, joining=joining
+        )
+        return self._connect(Deadline(self._timeouts.startup), hello)
 
-    def _connect(self, deadline: Deadline, more: dict[str, Any]) -> Roster:
-        hello = {
-            "session": self._session,
-            "purpose": PURPOSE,
-            "line": "control",
-            "rank": self._worker.rank,
-            "server": self.index,
-            "incarnation": self._worker.incarnation,
-            "replicas": self._worker.replicas,
-            "settings": self._settings.agreed(),
-            **more,
-        }
-
+    def _connect(self, deadline: Deadline, hello: ServerHello) -> ServerRoster:
         secret, stop = self._secret, self._stop
         connected = threading.Event()
 
@@ -395,62 +378,47 @@ class NetworkConnection(ServerConnection):
             why = f"server {self.index} waits for them, see its output"
             return Sight([Absent("other workers", "", why)], f"server {self.index}")
 
-        def register() -> tuple[Connection, dict[str, Any]]:
-            found = dial_tcp(self.address, secret, hello, deadline, stop)
-            connected.set()
-            try:
-                patience = Deadline(deadline.remaining() + GRACE_SECONDS)
-                with stop.bound(found.sock):
-                    kind, answer = found.read_json(patience)
-                if kind is FrameType.REFUSAL:
-                    self._missing = missing_from_json(answer.get("missing"))
-                    raise errors.StartupError(str(answer.get("message")))
-                if kind is not FrameType.ROSTER:
-                    raise unexpected(kind)
-            except BaseException:
-                connected.clear()
-                found.close()
-                raise
-            return found, answer
-
-        control, answer = self._retry(register, deadline, look)
-        try:
-            shared = self._transport == "auto" and answer.get("host") == self._host
-            hello = {**hello, "line": "data", "shared": shared}
-            name = str(answer.get("unix_name"))
-
-            def dial() -> Connection:
-                if shared:
-                    return dial_unix(name, secret, hello, deadline, self.address, stop)
-                return dial_tcp(self.address, secret, hello, deadline, stop)
-
-            roster = Roster(
-                replicas=tuple(int(n) for n in answer.get("replicas", ())),
-                met=int(answer.get("met", 0)),
-                joined=answer.get("joined") is True,
-                joining=answer.get("joining") is True,
-                resumed=answer.get("resumed") is True,
-                seed=int(answer.get("seed", 0)),
+        def enrol() -> tuple[Connection, ServerRoster]:
+            return register(
+                *(self.address, secret, self._addressed(hello), ServerRoster),
+                *(deadline, stop, GRACE_SECONDS, connected),
             )
-            data = self._retry(dial, deadline)
-        except (TypeError, ValueError, OverflowError) as error:
-            control.close()
-            raise errors.ProtocolError(f"A roster is damaged: {answer!r}.") from error
+
+        control, roster = self._retry(enrol, deadline, look)
+        shared = self._transport == "auto" and roster.host == self._host
+        data = self._addressed(dataclasses.replace(hello, line="data", shared=shared))
+
+        def dial() -> Connection:
+            if shared:
+                name = roster.unix_name
+                return dial_unix(name, secret, data, deadline, self.address, stop)
+            return dial_tcp(self.address, secret, data, deadline, stop)
+
+        try:
+            channel = self._retry(dial, deadline)
         except BaseException:
             control.close()
             raise
         self._keep_counts()
-        self._channel = SocketChannel(data, shared=shared)
+        self._channel = SocketChannel(channel, shared=shared)
         self._reason = ""
         self._heartbeat.add(self.index, control)
         return roster
 
+    def _addressed(self, hello: ServerHello) -> dict[str, Any]:
+        return {
+            "session": self._session,
+            "purpose": PURPOSE,
+            "rank": self._rank,
+            **to_object(hello),
+        }
+
     def _retry(
         self,
-        attempt: Callable[[], Any],
+        attempt: Callable[[], _Result],
         deadline: Deadline,
         connected: Callable[[], Sight | None] | None = None,
-    ) -> Any:
+    ) -> _Result:
         """Try until it works."""
         try:
             found = retry(
@@ -458,11 +426,12 @@ class NetworkConnection(ServerConnection):
                 "Server",
                 connected,
             )
+        except Refused as refused:
+            raise refused.to_startup_error() from None
         except errors.StartupError as error:
-            # A refusal is the server's own message. Unless that lists them, it names no
-            # task as missing.
+            # It has the index of a server, not the rank of a worker.
             self.unreachable = error.missing.get(self.index, "")
-            error.missing = self._missing
+            error.missing = {}
             raise
         if found is None:
             raise Aborted
@@ -519,7 +488,10 @@ class NetworkConnection(ServerConnection):
         deadline = Deadline(self._settings.restart_timeout)
         while True:
             try:
-                self._connect(deadline, {"resume": self._job.progress().to_json()})
+                progress = self._job.progress()
+                self._connect(
+                    deadline, dataclasses.replace(self._hello, resume=progress)
+                )
                 break
             except Aborted:
                 self._job.check()
@@ -542,7 +514,7 @@ class NetworkConnection(ServerConnection):
 
     def send_goodbye(self, goodbye: Goodbye) -> None:
         """See `ServerConnection.send_goodbye`."""
-        payload = json.dumps(goodbye.to_json()).encode()
+        payload = json.dumps(to_object(goodbye)).encode()
         self._heartbeat.post(self.index, FrameType.GOODBYE, payload)
 
     def abort(self) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,9 +31,16 @@ from kerasdist.collectives.row_exchange import Array, check_dtype, equal_part
 from kerasdist.parameter_server.channel import Channel, Message
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.membership import WorkerProgress
+from kerasdist.parameter_server.server.handler import (
+    Load,
+    Meet,
+    Met,
+    Split,
+    request_of,
+)
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.framing import Call, read_record
 from kerasdist.transport.tracing import Recorder, SpanTimer
 
 # A worker's part in a job, as its connections, tables and communicator see it.
@@ -110,7 +119,7 @@ class ServerJob(abc.ABC):
         """Return the number of a server's restarts from a snapshot."""
 
     @abc.abstractmethod
-    def note_met(self, call: Call, answers: Sequence[Message]) -> None:
+    def note_met(self, call: Call, answers: Sequence[Met]) -> None:
         """Set the clocks at the end of a collective: they are equal again."""
 
     @abc.abstractmethod
@@ -190,7 +199,7 @@ class ServerCommunicator(CheckedCommunicator):
             self._calling("all_gather", "none", name, 0, detail) as (call, _),
         ):
             self._count([mine.nbytes])
-            arrays = self._join_round(call, lambda channel: [mine])
+            arrays = self._join_round(call, [mine])
             results = [np.empty((0, *shape[1:]), mine.dtype)] * self.size
             for rank, found in zip(self.ranks, arrays, strict=True):
                 results[rank] = found.copy()
@@ -211,16 +220,12 @@ class ServerCommunicator(CheckedCommunicator):
             chunks[1:] = []
 
         self._count([(c.stop - c.start) * dtype.itemsize for c in chunks])
-        meta = self._meta()
+        meet = self._meet()
 
-        def build(part: slice) -> Any:
-            def make(channel: Channel) -> Message:
-                size = part.stop - part.start
-                room = channel.place([(str(dtype.name), (size,))])
-                source.copy_to(room[0], part.start, part.stop)
-                return Message(FrameType.REQUEST, call, meta, room)
-
-            return make
+        def build(part: slice, channel: Channel) -> Message:
+            room = channel.place([(str(dtype.name), (part.stop - part.start,))])
+            source.copy_to(room[0], part.start, part.stop)
+            return request_of(meet, room, call)
 
         rounds = 1
         if spread:
@@ -233,7 +238,7 @@ class ServerCommunicator(CheckedCommunicator):
                     equal_part(c.stop - c.start, rounds, number, c.start)
                     for c in chunks
                 ]
-                builds: list[Any] = [build(piece) for piece in pieces]
+                builds: list[Build] = [functools.partial(build, p) for p in pieces]
                 answers = client.request_all([*builds, *self._rest(len(builds), call)])
                 timer = None if self._recorder is None else SpanTimer(self._recorder)
                 self._note(call, answers)
@@ -247,9 +252,7 @@ class ServerCommunicator(CheckedCommunicator):
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
         mine = np.frombuffer(views[self.rank], np.uint8)
-        for rank, found in zip(
-            self.ranks, self._join_round(call, lambda channel: [mine]), strict=True
-        ):
+        for rank, found in zip(self.ranks, self._join_round(call, [mine]), strict=True):
             if rank != self.rank:
                 views[rank][:] = found.data
 
@@ -257,7 +260,7 @@ class ServerCommunicator(CheckedCommunicator):
         self, view: memoryview, root: int, call: Call, deadline: Deadline
     ) -> None:
         mine = np.frombuffer(view, np.uint8)
-        arrays = self._join_round(call, lambda c: [mine] if self.rank == root else [])
+        arrays = self._join_round(call, [mine] if self.rank == root else [])
         if not arrays:
             peer = self.peers[root]
             raise errors.WorkerLost(
@@ -270,31 +273,28 @@ class ServerCommunicator(CheckedCommunicator):
             view[:] = arrays[0].data
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._join_round(call, lambda channel: [])
+        self._join_round(call)
 
-    def _join_round(self, call: Call, parts: Any) -> list[Array]:
+    def _join_round(self, call: Call, arrays: Sequence[Array] = ()) -> list[Array]:
         """Join a collective with arrays for server 0; return its result."""
-        request = self._meta()
-        if self._facts is not None:
-            request["join_barrier"] = self._facts
-
-        def make(channel: Channel) -> Message:
-            return Message(FrameType.REQUEST, call, request, parts(channel))
-
+        meet = dataclasses.replace(self._meet(), join_barrier=self._facts)
+        request = request_of(meet, arrays, call)
         with self._client.calling(str(call)):
-            answers = self._client.request_all([make, *self._rest(1, call)])
+            answers = self._client.request_all(
+                [lambda _: request, *self._rest(1, call)]
+            )
             self._note(call, answers)
             return list(answers[0].arrays)
 
-    def _rest(self, first: int, call: Call) -> list[Any]:
+    def _rest(self, first: int, call: Call) -> list[Build | None]:
         """Return requests for servers from `first` on; their results don't count."""
         count = self._client.servers - first
         if self._client.settings.mode == "sync":
             return [None] * count
         # A call without buffers: these servers only have to know the waiting workers.
         short = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
-        meta = self._meta()
-        return [lambda _: Message(FrameType.REQUEST, short, meta, ())] * count
+        request = request_of(self._meet(), (), short)
+        return [lambda _: request] * count
 
     def _count(self, sizes: list[int]) -> None:
         """Count the bytes for each server; report those of the first step."""
@@ -306,18 +306,18 @@ class ServerCommunicator(CheckedCommunicator):
                 load[0] += size
                 load[1] += size > 0
             return
-        meta, self._loads = {"do": "split", "loads": self._loads}, None
-        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        loads = tuple(Load(size, pieces) for size, pieces in self._loads)
+        request, self._loads = request_of(Split(loads=loads)), None
         with self._client.calling("reporting the servers' shares"):
             self._client.request_all([lambda _: request] * self._client.servers)
 
-    def _meta(self) -> dict[str, Any]:
-        return {"do": "meet", "step": self.step, "use": self._client.use}
+    def _meet(self) -> Meet:
+        return Meet(step=self.step, use=self._client.use)
 
     def _note(self, call: Call, answers: list[Message]) -> None:
-        self.ranks = tuple(int(rank) for rank in answers[0].meta["ranks"])
-        self._joined = tuple(int(r) for r in answers[0].meta.get("joined", ()))
-        self._client.note_met(call, answers)
+        met = [read_record(answer.meta, Met, "A reply") for answer in answers]
+        self.ranks, self._joined = met[0].ranks, met[0].joined
+        self._client.note_met(call, met)
 
     def _record(self, recorder: Recorder | None) -> None:
         super()._record(recorder)
