@@ -10,10 +10,8 @@ client.close()
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,13 +21,11 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.parameter_server.channel import Message
-from kerasdist.parameter_server.client.network import ServerConnections
 from kerasdist.parameter_server.client.remote_table import RemoteTable
 from kerasdist.parameter_server.client.server_communicator import (
-    Build,
     ServerCommunicator,
-    ServerJob,
 )
+from kerasdist.parameter_server.client.server_job import Build, ServerJob
 from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
 from kerasdist.parameter_server.membership import (
     Event,
@@ -41,14 +37,11 @@ from kerasdist.parameter_server.server.handler import (
     REMEMBERED,
     Claim,
     First,
-    Met,
     Stats,
     request_of,
 )
-from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.framing import (
-    Call,
     FrameType,
     read_record,
     to_json,
@@ -66,7 +59,16 @@ from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 class ControlRequests(ServerJob):
     """The control requests of a worker's client."""
 
-    def __init__(self) -> None:
+    joining = False
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ServerSettings,
+        timeouts: Timeouts,
+        on_failure: Callable[[errors.CollectiveError], None] | None,
+    ) -> None:
+        super().__init__(cluster, settings, timeouts, on_failure)
         # By dataset: the epoch, and this worker's last claims in it.
         self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
         # Number of variables that steps have created.
@@ -77,6 +79,15 @@ class ControlRequests(ServerJob):
         """This worker's last claims, for a restarted server."""
         # Not the dictionary itself: another thread may claim from another server.
         return dict(self._claims)
+
+    def progress(self) -> WorkerProgress:
+        """Return this worker's progress, for a restarted server."""
+        return WorkerProgress(
+            met=self._met,
+            clocks=dict(self.clocks),
+            claims=self.claims,
+            joining=self.joining,
+        )
 
     def claim(
         self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
@@ -142,7 +153,7 @@ class ControlRequests(ServerJob):
         request = request_of(record, arrays)
         with self.calling(what):
             others: list[Build | None] = [None] * (self.servers - 1)
-            return self.request_all([lambda _: request, *others])[0]
+            return self.connections.request_all([lambda _: request, *others])[0]
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each server's statistics of its tables and workers.
@@ -154,14 +165,11 @@ class ControlRequests(ServerJob):
         """
         request = request_of(Stats())
         with self.calling("a request for statistics"):
-            replies = self.request_all([lambda _: request] * self.servers)
+            replies = self.connections.request_all([lambda _: request] * self.servers)
             return [dict(reply.meta) for reply in replies]
 
 
 TRANSPORTS = ("auto", "tcp")
-
-# How long one thread waits, in seconds, for another that reports a failure.
-_REPORTING_SECONDS = 5.0
 
 
 class ServerClient(ControlRequests):
@@ -197,35 +205,16 @@ class ServerClient(ControlRequests):
         on_event: Callable[[Event], None] | None = None,
         on_failure: Callable[[errors.CollectiveError], None] | None = None,
     ) -> None:
-        super().__init__()
-        self.cluster = cluster
-        self.settings = settings
-        self.timeouts = timeouts
+        super().__init__(cluster, settings, timeouts, on_failure)
         self.replicas: tuple[int, ...] = (1,)
-        self.joined = self.joining = False
+        self.joined = False
         self.seed = 0
         self.events: list[Event] = []
         self.tables: list[RemoteTable] = []
-        self.use = 1
         self.fits = self.datasets = 0
-        self._uses = {1}
-        self.rank = cluster.rank or 0
-        addresses = cluster.workers or ("this process",)
-        self.peers = tuple(Peer(r, address) for r, address in enumerate(addresses))
         self._on_event = on_event
-        self._on_failure = on_failure
-        self._changed = threading.Condition()
-        self._failure: errors.CollectiveError | None = None
-        # The same while a thread reports it, and that thread.
-        self._failing: errors.CollectiveError | None = None
-        self._reporting: int | None = None
-        self._closed = False
         self._started = False
-        self._met = 0
-        self._step = 0
-        self._calls = threading.RLock()
         self._heartbeat: Heartbeat | None = None
-        self.connections = ServerConnections(self.check)
         self.communicator: ServerCommunicator
         self._announcements = Announcements(
             self.rank,
@@ -268,11 +257,6 @@ class ServerClient(ControlRequests):
         """The chief's announcements, through server 0; None for one worker."""
         return self._announcements if len(self.peers) > 1 else None
 
-    @property
-    def servers(self) -> int:
-        """See `ServerJob.servers`."""
-        return len(self.connections)
-
     def open_table(
         self,
         variables: Sequence[Variable],
@@ -310,144 +294,6 @@ class ServerClient(ControlRequests):
         self.joining = False
         self._met = met
         self.communicator.enter(met, ranks)
-
-    # For tables and the communicator.
-
-    @contextlib.contextmanager
-    def calling(self, what: str) -> Iterator[None]:
-        """See `ServerJob.calling`."""
-        with self._calls:
-            self.check()
-            try:
-                yield
-            except (errors.KerasDistError, ValueError, TypeError):
-                raise
-            except BaseException as error:
-                # Ctrl-C during a message, or a bug.
-                here = self.peers[self.rank]
-                reason = f"it left {what} with {type(error).__name__}: {error}"
-                self.fail(
-                    errors.WorkerLost(
-                        *(here.rank, here.address, self.step, reason.rstrip(". \n")),
-                        others_go_on=self.settings.mode == "async",
-                    )
-                )
-                raise
-
-    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """See `ServerJob.request_all`."""
-        return self.connections.request_all(builds)
-
-    def check(self) -> None:
-        """See `ServerJob.check`."""
-        if self._failure is not None:
-            raise copy_to_raise(self._failure)
-        if self._closed or not self._uses:
-            raise errors.TransportClosed(
-                "The connection to the parameter servers is closed. Create a new "
-                "strategy to continue."
-            )
-
-    def generation(self, server: int) -> int:
-        """See `ServerJob.generation`."""
-        return self.connections[server].generation
-
-    def note_met(self, call: Call, answers: Sequence[Met]) -> None:
-        """See `ServerJob.note_met`."""
-        self._met = max(self._met, call.sequence)
-        for answer in answers:
-            for number, clock in answer.clocks.items():
-                if number < len(self.tables):
-                    table = self.tables[number]
-                    table.clock = max(table.clock, clock)
-
-    @property
-    def step(self) -> int:
-        """The step that messages name."""
-        return max([self._step, *(table.clock for table in self.tables)])
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._step = value
-
-    # See `ServerJob`.
-
-    @property
-    def failure(self) -> errors.CollectiveError | None:
-        """The error that ended this worker's part in the job, or None."""
-        return self._failure
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    def progress(self) -> WorkerProgress:
-        """See `ServerJob.progress`."""
-        return WorkerProgress(
-            met=self._met,
-            clocks={table.number: table.clock for table in self.tables},
-            claims=self.claims,
-            joining=self.joining,
-        )
-
-    def await_failure(self, seconds: float) -> errors.CollectiveError | None:
-        """See `ServerJob.await_failure`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._closed, seconds
-            )
-            return self._failure
-
-    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
-        """End all waits of this worker, inform the servers; return the first failure.
-
-        Safe from any thread.
-        """
-        if isinstance(error, errors.WorkerLost) and self.settings.mode == "sync":
-            # A server that hasn't summed anything doesn't know the step.
-            step = max(error.step, self.step)
-            error = errors.WorkerLost(error.rank, error.host, step, error.reason)
-        with self._changed:
-            # A server in this process may reply to the goodbye in the same thread.
-            if self._failing is not None and self._reporting != threading.get_ident():
-                self._changed.wait_for(
-                    lambda: self._failure is not None, _REPORTING_SECONDS
-                )
-            if self._failing is not None:
-                return self._failure or self._failing
-            self._failing, self._reporting = error, threading.get_ident()
-        # First the launcher and the servers: once the failure is set another thread may
-        # end the process, and a server that doesn't know why would name this worker.
-        try:
-            if self._on_failure is not None:
-                self._on_failure(error)
-            here = self.peers[self.rank]
-            why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
-            reason = f"it gave up at step {self.step} ({why})"
-            if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
-                reason = error.reason[:1000]
-            self.connections.send_goodbye(
-                Goodbye(reason=reason, failed=True, cause=encode(error).decode())
-            )
-        finally:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-            self.connections.abort()
-        return error
-
-    def abandon(self, error: errors.CollectiveError) -> None:
-        """End all waits of this worker at once; servers aren't informed. Doesn't wait.
-
-        Args:
-            error: The failure from now on, if there is none yet.
-        """
-        with self._changed:
-            self._failing = self._failing or error
-            self._failure = self._failure or self._failing
-            self._changed.notify_all()
-        self.connections.abort()
 
     # The end.
 

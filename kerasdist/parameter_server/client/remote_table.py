@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kerasdist import errors
 from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.parameter_server.channel import Channel, Message, Spec
-from kerasdist.parameter_server.client.server_communicator import ServerJob
+from kerasdist.parameter_server.client.server_job import ServerJob
 from kerasdist.parameter_server.layout import Layout, Piece, dtype_of
 from kerasdist.parameter_server.served_table import merge_rows
 from kerasdist.parameter_server.server.handler import Open, Pull, Push, request_of
@@ -80,7 +80,6 @@ class RemoteTable:
     Attributes:
         number: Its number among the tables of the job.
         layout: The assignment of parts to servers.
-        clock: This worker's clock: the last step that it has finished.
         initial: The values that all begin with, in the variables' dtypes.
         observed: Number of this worker's reads by staleness.
     """
@@ -88,7 +87,6 @@ class RemoteTable:
     def __init__(self, client: ServerJob, number: int, layout: Layout) -> None:
         self.number = number
         self.layout = layout
-        self.clock = 0
         self.initial: list[Array] = []
         self.observed: collections.Counter[int] = collections.Counter()
         self._client = client
@@ -98,6 +96,15 @@ class RemoteTable:
         # Generation of each server, and the version of the last read there.
         self._seen = [(0, -1)] * layout.servers
         self._whole: dict[int, Array] = {}
+
+    @property
+    def clock(self) -> int:
+        """This worker's clock: the last step that it has finished."""
+        return self._client.clocks.get(self.number, 0)
+
+    @clock.setter
+    def clock(self, value: int) -> None:
+        self._client.clocks[self.number] = value
 
     @property
     def updates(self) -> int:
@@ -193,7 +200,9 @@ class RemoteTable:
 
     def _request_all(self, build: Callable[[int, Channel], Message]) -> list[Message]:
         servers = range(self.layout.servers)
-        return self._client.request_all([functools.partial(build, s) for s in servers])
+        return self._client.connections.request_all(
+            [functools.partial(build, s) for s in servers]
+        )
 
     # Sending.
 
@@ -302,10 +311,12 @@ class RemoteTable:
     def _since(self, server: int) -> int:
         generation, version = self._seen[server]
         # A restarted server counts versions from a snapshot: they aren't comparable.
-        return version if generation == self._client.generation(server) else -1
+        return (
+            version if generation == self._client.connections[server].generation else -1
+        )
 
     def _note_version(self, server: int, version: int) -> None:
-        self._seen[server] = (self._client.generation(server), version)
+        self._seen[server] = (self._client.connections[server].generation, version)
 
     def _unpack(self, answers: Sequence[Message]) -> Pulled:
         variables = self.layout.variables

@@ -12,25 +12,21 @@ With "async" a lost worker is left out: `ranks` are those that took part.
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.cluster import Cluster
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, check_dtype, equal_part
 from kerasdist.parameter_server.channel import Channel, Message
-from kerasdist.parameter_server.layout import ServerSettings
-from kerasdist.parameter_server.membership import WorkerProgress
+from kerasdist.parameter_server.client.server_job import Build, ServerJob
 from kerasdist.parameter_server.server.handler import (
     Load,
     Meet,
@@ -38,99 +34,9 @@ from kerasdist.parameter_server.server.handler import (
     Split,
     request_of,
 )
-from kerasdist.transport.base import Peer
-from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, read_record
 from kerasdist.transport.tracing import Recorder, SpanTimer
-
-# A worker's part in a job, as its connections, tables and communicator see it.
-
-# Makes a request, with arrays placed in the channel.
-Build = Callable[[Channel], Message]
-
-
-class ServerJob(abc.ABC):
-    """A worker's part in a job, implemented by `ServerClient`.
-
-    Attributes:
-        step: The last step, for messages.
-        recorder: Gets spans of packing, sending and waiting; or None.
-        use: Number of the strategy that uses it, from 1.
-    """
-
-    cluster: Cluster
-    settings: ServerSettings
-    timeouts: Timeouts
-    rank: int
-    peers: tuple[Peer, ...]
-    step: int
-    recorder: Recorder | None = None
-    use: int = 1
-
-    @property
-    @abc.abstractmethod
-    def servers(self) -> int:
-        """Number of servers."""
-
-    @property
-    @abc.abstractmethod
-    def failure(self) -> errors.CollectiveError | None:
-        """The error that ended this worker's part in the job, or None."""
-
-    @property
-    @abc.abstractmethod
-    def closed(self) -> bool:
-        """Whether it was closed by its user."""
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Raise the error that ended this worker's part, if there is one."""
-
-    @abc.abstractmethod
-    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
-        """End all waits of this worker; return its first failure."""
-
-    @abc.abstractmethod
-    def await_failure(self, seconds: float) -> errors.CollectiveError | None:
-        """Wait a moment for a failure."""
-
-    @abc.abstractmethod
-    def progress(self) -> WorkerProgress:
-        """Return this worker's progress, for a restarted server."""
-
-    @abc.abstractmethod
-    def calling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Allow one call at a time; an interrupted one ends this worker's part."""
-
-    @abc.abstractmethod
-    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Send requests to all servers at once; return their replies, by server.
-
-        Args:
-            builds: A request for each server; None: nothing for this one, whose reply
-                is then without arrays.
-
-        Raises:
-            CollectiveError: This worker's failure.
-        """
-
-    @abc.abstractmethod
-    def generation(self, server: int) -> int:
-        """Return the number of a server's restarts from a snapshot."""
-
-    @abc.abstractmethod
-    def note_met(self, call: Call, answers: Sequence[Met]) -> None:
-        """Set the clocks at the end of a collective: they are equal again."""
-
-    @abc.abstractmethod
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; release sockets, threads and memory. Can be called twice.
-
-        Args:
-            error: The error that ended this worker's script, if there was one: in
-                "sync" the others then fail at once, in "async" they continue.
-        """
-
 
 # Smaller buffers are summed by one server.
 _LEAST_SPREAD_BYTES = 64 << 10
@@ -151,9 +57,7 @@ class ServerCommunicator(CheckedCommunicator):
     """
 
     def __init__(self, client: ServerJob, met: int) -> None:
-        super().__init__(
-            client.rank, client.peers, _Supervisor(client), client.timeouts.collective
-        )
+        super().__init__(client.rank, client.peers, client, client.timeouts.collective)
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self._client = client
         self.sequence = met
@@ -239,7 +143,9 @@ class ServerCommunicator(CheckedCommunicator):
                     for c in chunks
                 ]
                 builds: list[Build] = [functools.partial(build, p) for p in pieces]
-                answers = client.request_all([*builds, *self._rest(len(builds), call)])
+                answers = client.connections.request_all(
+                    [*builds, *self._rest(len(builds), call)]
+                )
                 timer = None if self._recorder is None else SpanTimer(self._recorder)
                 self._note(call, answers)
                 for piece, answer in zip(pieces, answers, strict=False):
@@ -280,7 +186,7 @@ class ServerCommunicator(CheckedCommunicator):
         meet = dataclasses.replace(self._meet(), join_barrier=self._facts)
         request = request_of(meet, arrays, call)
         with self._client.calling(str(call)):
-            answers = self._client.request_all(
+            answers = self._client.connections.request_all(
                 [lambda _: request, *self._rest(1, call)]
             )
             self._note(call, answers)
@@ -309,7 +215,9 @@ class ServerCommunicator(CheckedCommunicator):
         loads = tuple(Load(size, pieces) for size, pieces in self._loads)
         request, self._loads = request_of(Split(loads=loads)), None
         with self._client.calling("reporting the servers' shares"):
-            self._client.request_all([lambda _: request] * self._client.servers)
+            self._client.connections.request_all(
+                [lambda _: request] * self._client.servers
+            )
 
     def _meet(self) -> Meet:
         return Meet(step=self.step, use=self._client.use)
@@ -331,44 +239,3 @@ class ServerCommunicator(CheckedCommunicator):
 
     def _close(self) -> None:
         self._buffers.clear()
-
-
-class _Supervisor:
-    """The failure detector of a communicator: the servers detect failures."""
-
-    def __init__(self, client: ServerJob) -> None:
-        self.call = Call(0)
-        self._client = client
-
-    @property
-    def step(self) -> int:
-        """See `Supervisor.step`."""
-        return self._client.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._client.step = value
-
-    @property
-    def failure(self) -> errors.CollectiveError | None:
-        """See `Supervisor.failure`."""
-        return self._client.failure
-
-    def report(
-        self, error: errors.CollectiveError, *, wait: bool = True
-    ) -> errors.CollectiveError:
-        """See `Supervisor.report`."""
-        return self._client.fail(error)
-
-    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
-        """See `Supervisor.explain`."""
-        lost = errors.WorkerLost(peer.rank, peer.address, self.step, seen)
-        return self._client.fail(lost)
-
-    def absent(self, call: Call) -> list[Peer] | None:
-        """See `Supervisor.absent`: servers name late ranks themselves."""
-        return None
-
-    def close(self) -> None:
-        """See `Supervisor.close`."""
-        self._client.close()

@@ -38,6 +38,7 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ProtocolError, ServerLost, WorkerLost
+from kerasdist.parameter_server.channel import SocketChannel
 from kerasdist.parameter_server.layout import Layout, ServerSettings
 from kerasdist.parameter_server.membership import (
     Event,
@@ -59,7 +60,6 @@ from kerasdist.parameter_server.server.registration import (
     Arrival,
     Registrar,
 )
-from kerasdist.parameter_server.socket_channel import SocketChannel
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.credentials import checked_secret

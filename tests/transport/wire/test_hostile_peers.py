@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from certificates import Authority
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.parameter_server.channel import ChannelEnded, ChannelSilent
+from kerasdist.parameter_server.channel import (
+    ChannelEnded,
+    ChannelSilent,
+    SocketChannel,
+)
 from kerasdist.parameter_server.membership import Event, Goodbye
-from kerasdist.parameter_server.socket_channel import SocketChannel
 from kerasdist.transport import Timeouts, handshake, log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline

@@ -1,7 +1,11 @@
 """A parameter server of an elastic job.
 
+The workers agree on their members by themselves (`kerasdist.collectives.elastic`). For
+each epoch they connect to the servers as for a job of its own. A server holds nothing
+between two steps, so a lost one is replaced by the others.
+
 It serves each epoch as a job of its own, with a `ParameterServer` at the same listener.
-`kerasdist.parameter_server.elastic.link` has the protocol. It decides nothing: if a
+`kerasdist.parameter_server.elastic_link` has the protocol. It decides nothing: if a
 worker is lost, the epoch has failed, and the server waits for the next one.
 """
 
@@ -19,7 +23,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.groups import elastic_timeouts
 from kerasdist.errors import ServerLost, WorkerLost
-from kerasdist.parameter_server.elastic.link import (
+from kerasdist.parameter_server.elastic_link import (
     PURPOSE,
     EpochAnswer,
     EpochRequest,
