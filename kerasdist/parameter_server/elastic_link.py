@@ -29,7 +29,6 @@ from kerasdist.transport.base import Aborted
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.framing import Count, to_object
-from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.rendezvous.dial import Refused, register, retry
 
 # Requests about epochs, from the workers of an elastic job to its servers.
@@ -415,32 +414,16 @@ class ServerGroup:
     ) -> None:
         self.client = client
         self.servers = servers
+        self.communicator: Communicator = client.communicator
+        self.transport = client.connections.transports[0]
+        self.replicas = client.replicas
+        self.announcements = client.announcements
         self._closed: Callable[[ServerGroup], None] | None = closed
-
-    @property
-    def communicator(self) -> Communicator:
-        """See `Connected.communicator`."""
-        return self.client.communicator
-
-    @property
-    def transport(self) -> str:
-        """See `Connected.transport`."""
-        return self.client.connections.transports[0]
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """See `Connected.replicas`."""
-        return self.client.replicas
 
     @property
     def failure(self) -> errors.CollectiveError | None:
         """See `Connected.failure`."""
         return self.client.failure
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """See `Connected.announcements`."""
-        return self.client.announcements
 
     def abandon(self, error: errors.CollectiveError | None = None) -> None:
         """See `Connected.abandon`."""

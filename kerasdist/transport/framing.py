@@ -36,14 +36,14 @@ import socket
 import struct
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.deadline import Deadline
 
 MAGIC = b"KDST"
-VERSION = 6
+VERSION = 7
 MAX_CONTROL = 1 << 20
 _HEADER = struct.Struct("!4sBBHQBBBxIQQ")
 HEADER_BYTES = _HEADER.size
@@ -344,45 +344,38 @@ def from_plain(value: Any, kind: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
-    if origin is Annotated:
-        if from_plain(value, args[0]) < args[1]:
-            raise ValueError(f"{value!r:.100}")
-        return value
     if origin in (types.UnionType, typing.Union):
         return None if value is None else from_plain(value, args[0])
-    if kind in (int, bool, str, float) or origin is typing.Literal:
-        if not _is_plain(value, kind, args):
-            raise ValueError(f"{value!r:.100}")
-        return value
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if not isinstance(value, str) or value not in kind.__members__:
-            raise ValueError(f"{value!r:.100}")
-        return kind[value]
-    if isinstance(value, dict) and isinstance(origin, type):
-        if not issubclass(origin, Mapping):
-            raise ValueError(f"{value!r:.100}")
-        key = int if args[0] is int else str
-        return {key(name): from_plain(each, args[1]) for name, each in value.items()}
-    if typing.is_typeddict(kind) and isinstance(value, dict):
-        given = {name: value.get(name, ...) for name in _fields(kind)}
-        return _read_fields(kind, given)
-    is_record = dataclasses.is_dataclass(kind)
-    if is_record and isinstance(value, dict):
-        given = {name: value[name] for name in _fields(kind) if name in value}
+    if origin is Annotated:
+        if from_plain(value, args[0]) >= args[1]:
+            return value
+    elif origin is typing.Literal or kind in (int, bool, str, float):
+        if _is_plain(value, kind, args):
+            return value
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if isinstance(value, str) and value in kind.__members__:
+            return kind[value]
+    elif origin in (dict, Mapping):
+        if isinstance(value, dict):
+            key = int if args[0] is int else str
+            return {key(k): from_plain(each, args[1]) for k, each in value.items()}
+    elif origin is frozenset or (origin is tuple and args[1:] == (...,)):
+        if isinstance(value, list):
+            return origin(from_plain(each, args[0]) for each in value)
+    elif origin is tuple:
+        if isinstance(value, list) and len(value) == len(args):
+            return tuple(from_plain(*pair) for pair in zip(value, args, strict=True))
+    elif isinstance(value, dict):
+        names = _fields(kind)
+        if typing.is_typeddict(kind):
+            return _read_fields(kind, {name: value.get(name, ...) for name in names})
+        given = {name: value[name] for name in names if name in value}
         return kind(**_read_fields(kind, given))
-    is_list = isinstance(value, list) and not typing.is_typeddict(kind)
-    if not is_list or (origin and issubclass(origin, Mapping)):
-        raise ValueError(f"{value!r:.100}")
-    if origin is frozenset:
-        return frozenset(from_plain(each, args[0]) for each in value)
-    if origin is tuple and args[1:] == (...,):
-        return tuple(from_plain(each, args[0]) for each in value)
-    expected: Collection[Any] = args if origin is tuple else _fields(kind)
-    if len(value) != len(expected):
-        raise ValueError(f"{len(value)} values in place of {len(expected)}")
-    if origin is tuple:
-        return tuple(from_plain(*pair) for pair in zip(value, args, strict=True))
-    return kind(**_read_fields(kind, dict(zip(expected, value, strict=True))))
+    elif isinstance(value, list) and not typing.is_typeddict(kind):
+        # With a length that differs it raises ValueError.
+        given = dict(zip(_fields(kind), value, strict=True))
+        return kind(**_read_fields(kind, given))
+    raise ValueError(f"{value!r:.100}")
 
 
 def _is_plain(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:

@@ -11,7 +11,7 @@ client.close()
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,128 +51,10 @@ from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 
-# Control requests: a worker's requests to server 0 besides gradients and weights.
-#
-# It assigns batches, and keeps first values; each server has statistics of its own.
-
-
-class ControlRequests(ServerJob):
-    """The control requests of a worker's client."""
-
-    joining = False
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        settings: ServerSettings,
-        timeouts: Timeouts,
-        on_failure: Callable[[errors.CollectiveError], None] | None,
-    ) -> None:
-        super().__init__(cluster, settings, timeouts, on_failure)
-        # By dataset: the epoch, and this worker's last claims in it.
-        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
-        # Number of variables that steps have created.
-        self._created = 0
-
-    @property
-    def claims(self) -> Mapping[int, tuple[int, tuple[int, ...]]]:
-        """This worker's last claims, for a restarted server."""
-        # Not the dictionary itself: another thread may claim from another server.
-        return dict(self._claims)
-
-    def progress(self) -> WorkerProgress:
-        """Return this worker's progress, for a restarted server."""
-        return WorkerProgress(
-            met=self._met,
-            clocks=dict(self.clocks),
-            claims=self.claims,
-            joining=self.joining,
-        )
-
-    def claim(
-        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
-    ) -> int | None:
-        """Get the next number of a queue: each is assigned to one worker only.
-
-        Args:
-            dataset: Number of the dataset, the same on all workers.
-            epoch: Number of its epoch: it only increases, and has a queue of its own.
-            limit: Length of the queue; None: it's endless.
-            last: The last one that this worker got of this queue, or -1; `END` ends the
-                queue for all.
-
-        Returns:
-            The number, from 0; None: there are none left.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        claim = Claim(
-            dataset=dataset,
-            epoch=epoch,
-            limit=-1 if limit is None else limit,
-            last=last,
-        )
-        with self.calling("claiming a batch"):
-            number = int(self.request("claiming a batch", claim).meta["number"])
-            if number < 0:
-                return None
-            present, before = self._claims.get(dataset, (epoch, ()))
-            kept = before[1 - REMEMBERED :] if present == epoch else ()
-            self._claims[dataset] = epoch, (*kept, number)
-        return number
-
-    def first_value(self, value: Array) -> Array:
-        """Return the first value of a variable that a step creates: any worker's.
-
-        Workers don't wait for each other. All create such variables in one order.
-
-        Args:
-            value: This worker's value, of a numeric dtype.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        first = First(number=self._created)
-        with self.calling("creating a variable"):
-            self._created += 1
-            reply = self.request("creating a variable", first, (value,))
-            return np.array(reply.arrays[0]) if reply.arrays else value
-
-    def request(self, what: str, record: Any, arrays: Sequence[Array] = ()) -> Message:
-        """Send server 0 a request; return the reply.
-
-        Args:
-            what: In words, for messages.
-            record: The request.
-            arrays: Its arrays.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        request = request_of(record, arrays)
-        with self.calling(what):
-            others: list[Build | None] = [None] * (self.servers - 1)
-            return self.connections.request_all([lambda _: request, *others])[0]
-
-    def stats(self) -> list[dict[str, Any]]:
-        """Return each server's statistics of its tables and workers.
-
-        Returns:
-            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
-            rank and "observed": by rank the number of its reads by staleness),
-            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
-        """
-        request = request_of(Stats())
-        with self.calling("a request for statistics"):
-            replies = self.connections.request_all([lambda _: request] * self.servers)
-            return [dict(reply.meta) for reply in replies]
-
-
 TRANSPORTS = ("auto", "tcp")
 
 
-class ServerClient(ControlRequests):
+class ServerClient(ServerJob):
     """All servers of a job, as one worker sees them. Made by `connect_servers`.
 
     Calls of several threads are executed one after the other. After an exception of
@@ -206,8 +88,12 @@ class ServerClient(ControlRequests):
         on_failure: Callable[[errors.CollectiveError], None] | None = None,
     ) -> None:
         super().__init__(cluster, settings, timeouts, on_failure)
+        # By dataset: the epoch, and this worker's last claims in it.
+        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # Number of variables that steps have created.
+        self._created = 0
         self.replicas: tuple[int, ...] = (1,)
-        self.joined = False
+        self.joined = self.joining = False
         self.seed = 0
         self.events: list[Event] = []
         self.tables: list[RemoteTable] = []
@@ -294,6 +180,98 @@ class ServerClient(ControlRequests):
         self.joining = False
         self._met = met
         self.communicator.enter(met, ranks)
+
+    def progress(self) -> WorkerProgress:
+        """Return this worker's progress, for a restarted server."""
+        return WorkerProgress(
+            met=self._met,
+            clocks=dict(self.clocks),
+            # Not the dictionary itself: another thread may claim from another server.
+            claims=dict(self._claims),
+            joining=self.joining,
+        )
+
+    # Requests to server 0 besides gradients and weights: it assigns batches, and keeps
+    # first values. Each server has statistics of its own.
+
+    def claim(
+        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
+    ) -> int | None:
+        """Get the next number of a queue: each is assigned to one worker only.
+
+        Args:
+            dataset: Number of the dataset, the same on all workers.
+            epoch: Number of its epoch: it only increases, and has a queue of its own.
+            limit: Length of the queue; None: it's endless.
+            last: The last one that this worker got of this queue, or -1; `END` ends the
+                queue for all.
+
+        Returns:
+            The number, from 0; None: there are none left.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        claim = Claim(
+            dataset=dataset,
+            epoch=epoch,
+            limit=-1 if limit is None else limit,
+            last=last,
+        )
+        with self.calling("claiming a batch"):
+            number = int(self.request("claiming a batch", claim).meta["number"])
+            if number < 0:
+                return None
+            present, before = self._claims.get(dataset, (epoch, ()))
+            kept = before[1 - REMEMBERED :] if present == epoch else ()
+            self._claims[dataset] = epoch, (*kept, number)
+        return number
+
+    def first_value(self, value: Array) -> Array:
+        """Return the first value of a variable that a step creates: any worker's.
+
+        Workers don't wait for each other. All create such variables in one order.
+
+        Args:
+            value: This worker's value, of a numeric dtype.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        first = First(number=self._created)
+        with self.calling("creating a variable"):
+            self._created += 1
+            reply = self.request("creating a variable", first, (value,))
+            return np.array(reply.arrays[0]) if reply.arrays else value
+
+    def request(self, what: str, record: Any, arrays: Sequence[Array] = ()) -> Message:
+        """Send server 0 a request; return the reply.
+
+        Args:
+            what: In words, for messages.
+            record: The request.
+            arrays: Its arrays.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        request = request_of(record, arrays)
+        with self.calling(what):
+            others: list[Build | None] = [None] * (self.servers - 1)
+            return self.connections.request_all([lambda _: request, *others])[0]
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return each server's statistics of its tables and workers.
+
+        Returns:
+            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
+            rank and "observed": by rank the number of its reads by staleness),
+            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
+        """
+        request = request_of(Stats())
+        with self.calling("a request for statistics"):
+            replies = self.connections.request_all([lambda _: request] * self.servers)
+            return [dict(reply.meta) for reply in replies]
 
     # The end.
 

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 from kerasdist.cluster.address import split_address
@@ -55,29 +55,40 @@ def disconnect(address: str) -> int:
         return 0
     targets = {(_plain(info[4][0]), port) for info in found}
     count = 0
-    for name in os.listdir(_DESCRIPTORS):
-        # Closed meanwhile, no socket, no connection, or one that is over already.
+    for sock in open_sockets():
+        # Closed meanwhile, no connection, or one that is over already.
         with contextlib.suppress(OSError):
-            count += _shut_down_one(int(name), targets)
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                peer = sock.getpeername()
+                if (_plain(peer[0]), peer[1]) in targets:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    count += 1
     return count
 
 
-def _shut_down_one(descriptor: int, targets: set[tuple[str, int]]) -> int:
-    # A copy: Python's object closes its descriptor.
+def open_sockets() -> Iterator[socket.socket]:
+    """Yield the sockets of this process, each until the next one is asked for."""
+    for name in os.listdir(_DESCRIPTORS):
+        try:
+            sock = socket_of(int(name))
+        except OSError:  # closed meanwhile, or no socket
+            continue
+        with sock:
+            yield sock
+
+
+def socket_of(descriptor: int) -> socket.socket:
+    """Return a socket's descriptor as an object, which closes only a copy of it.
+
+    Raises:
+        OSError: It isn't a socket.
+    """
     copy = os.dup(descriptor)
     try:
-        sock = socket.socket(fileno=copy)
+        return socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    with sock:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
-        peer = sock.getpeername()
-        if (_plain(peer[0]), peer[1]) not in targets:
-            return 0
-        sock.shutdown(socket.SHUT_RDWR)
-        return 1
 
 
 def _plain(host: object) -> str:

@@ -221,27 +221,43 @@ class LauncherPipe:
             found += [each for line in lines if (each := decode(line)) is not None]
 
 
-class _WritingEnd:
-    """The writing end of the launcher's pipe, if there is a launcher.
+class InheritedDescriptor:
+    """A descriptor that this process has inherited from a launcher, if there is one.
 
     Args:
-        environ: The environment with `KERASDIST_REPORT_FD`; the process's by default.
+        variable: The variable that names it.
+        is_kind: See `descriptor_named`.
+        environ: The environment; the process's by default.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None) -> None:
-        self._named = (os.environ if environ is None else environ).get(
-            REPORT_VARIABLE, ""
-        )
-        descriptor = descriptor_named(self._named, stat.S_ISFIFO)
+    def __init__(
+        self,
+        variable: str,
+        is_kind: Callable[[int], bool],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._named = (os.environ if environ is None else environ).get(variable, "")
+        self._is_kind = is_kind
+        descriptor = self.get()
         if descriptor is not None:
             # This process had to inherit it; processes of the script mustn't.
             with contextlib.suppress(OSError):
                 os.set_inheritable(descriptor, False)
 
+    def get(self) -> int | None:
+        """Return it; None if the script has closed it, or opened another file."""
+        return descriptor_named(self._named, self._is_kind)
+
+
+class _WritingEnd(InheritedDescriptor):
+    """The writing end of the launcher's pipe, if there is a launcher."""
+
+    def __init__(self, environ: Mapping[str, str] | None) -> None:
+        super().__init__(REPORT_VARIABLE, stat.S_ISFIFO, environ)
+
     def write(self, line: bytes) -> None:
         """Write a line. Never waits, and never raises `OSError`."""
-        # Checked again: the script may have closed it, and opened another file.
-        descriptor = descriptor_named(self._named, stat.S_ISFIFO)
+        descriptor = self.get()
         if descriptor is None:
             return
         # Full, or not read any more: then the launcher has to guess.
