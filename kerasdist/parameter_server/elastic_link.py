@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +29,13 @@ from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
-from kerasdist.transport.framing import Count, to_object
-from kerasdist.transport.rendezvous.dial import Refused, register, retry
+from kerasdist.transport.framing import Count
+from kerasdist.transport.rendezvous.dial import (
+    Refused,
+    hello_of,
+    register,
+    retry,
+)
 
 # Requests about epochs, from the workers of an elastic job to its servers.
 #
@@ -121,6 +127,14 @@ _SILENT = (OSError, EOFError)
 _OTHERS = (errors.AuthenticationError, errors.ProtocolError)
 
 
+# A server, its answer or why there is none, and whether that is final.
+_Answer = tuple[int, EpochServers | Exception, bool]
+
+
+def _is_dead(error: BaseException | None) -> bool:
+    return isinstance(error, ConnectionRefusedError)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
     """The search of one worker for the servers of one epoch.
@@ -188,7 +202,7 @@ class Search:
             Refused: The epoch isn't the present one, or the settings are others.
             Aborted: `stop` was set.
         """
-        answers = _Answers()
+        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         done = Cancellation()
         servers = range(len(self.servers))
         for server in servers:
@@ -198,18 +212,26 @@ class Search:
                 name="kerasdist-epoch",
                 daemon=True,
             ).start()
+        unreachable: dict[int, BaseException | None] = {}
         try:
-            while not (answers.wait() or self.stop.is_set() or self.deadline.expired):
-                if not self.first and answers.all_dead(len(servers)):
-                    raise self._none_left(answers.unreachable)
+            while not (self.stop.is_set() or self.deadline.expired):
+                try:
+                    server, found, is_final = answers.get(timeout=_AGAIN_SECONDS)
+                except queue.Empty:
+                    continue
+                if isinstance(found, EpochServers):
+                    return found
+                if is_final:
+                    raise found
+                unreachable[server] = found
+                # Whether something listens at any server's address.
+                dead = sum(map(_is_dead, unreachable.values())) == len(servers)
+                if dead and not self.first:
+                    raise self._none_left(unreachable)
         finally:
             done.set()
         if self.stop.is_set():
             raise Aborted
-        if answers.layout is not None:
-            return answers.layout
-        if answers.error is not None:
-            raise answers.error
         raise errors.WorkerLost(
             *(0, chief, 0),
             f"it didn't begin epoch {self.epoch} at the servers within "
@@ -276,7 +298,7 @@ class Search:
             living = [server for server, error in found.items() if error is None]
             if len(living) == len(servers) or (living and patience.expired):
                 return living
-            dead = all(isinstance(e, ConnectionRefusedError) for e in found.values())
+            dead = all(map(_is_dead, found.values()))
             if (dead and patience.expired) or self.deadline.expired:
                 raise self._none_left(found)
             self.stop.wait(_AGAIN_SECONDS)
@@ -293,25 +315,31 @@ class Search:
 
     # Of the other members.
 
-    def _ask_one(self, server: int, answers: _Answers, done: Cancellation) -> None:
+    def _ask_one(
+        self, server: int, answers: queue.SimpleQueue[_Answer], done: Cancellation
+    ) -> None:
         """Ask one server until it answers."""
         while not (done.is_set() or self.deadline.expired):
+            found: Exception | None = None
+            is_final = False
             try:
                 answer = self._send(server, self._question("ask"), self.deadline, done)
-                layout = answer.layout or EpochServers((), "")
-                answers.take(server, layout=layout.check(len(self.servers)))
+                layout = (answer.layout or EpochServers((), "")).check(
+                    len(self.servers)
+                )
+                answers.put((server, layout, True))
                 return
             except _SILENT as error:
-                answers.take(server, unreachable=error)
+                found = error
             except _OTHERS as error:
-                if self.epoch == 0:
-                    answers.take(server, error=error)
-                    return
-                answers.take(server, unreachable=error)
+                found, is_final = error, self.epoch == 0
             except Refused as error:
-                if self.epoch > 0 or error.refusal.final:
-                    answers.take(server, error=error)
-                    return
+                is_final = self.epoch > 0 or error.refusal.final
+                found = error if is_final else None
+            if found is not None:
+                answers.put((server, found, is_final))
+            if is_final:
+                return
             done.wait(_AGAIN_SECONDS)
 
     # Requests.
@@ -330,12 +358,7 @@ class Search:
         deadline: Deadline,
         stop: Cancellation,
     ) -> EpochAnswer:
-        hello = {
-            "session": self.session,
-            "purpose": PURPOSE,
-            "rank": self.rank,
-            **to_object(request),
-        }
+        hello = hello_of(self.session, PURPOSE, self.rank, request)
         address = self.servers[server]
         connection, answer = register(
             *(address, self.secret, hello, EpochAnswer, deadline, stop)
@@ -349,48 +372,6 @@ class Search:
         servers = list(servers)
         with ThreadPoolExecutor(len(servers), "kerasdist-epoch") as pool:
             return list(pool.map(function, servers))
-
-
-class _Answers:
-    """The answers of several servers to one question."""
-
-    def __init__(self) -> None:
-        self.layout: EpochServers | None = None
-        self.error: Exception | None = None
-        self.unreachable: dict[int, BaseException | None] = {}
-        self._changed = threading.Condition()
-
-    def take(
-        self,
-        server: int,
-        *,
-        layout: EpochServers | None = None,
-        error: Exception | None = None,
-        unreachable: BaseException | None = None,
-    ) -> None:
-        """Note a server's answer, or why there is none yet."""
-        with self._changed:
-            self.layout = self.layout or layout
-            self.error = self.error or error
-            self.unreachable[server] = unreachable
-            self._changed.notify_all()
-
-    def wait(self) -> bool:
-        """Wait for news for a moment; return whether there is an answer."""
-        with self._changed:
-            self._changed.wait_for(self._is_answered, _AGAIN_SECONDS)
-            return self._is_answered()
-
-    def _is_answered(self) -> bool:
-        return self.layout is not None or self.error is not None
-
-    def all_dead(self, servers: int) -> bool:
-        """Return whether nothing listens at any server's address."""
-        with self._changed:
-            found = list(self.unreachable.values())
-        return len(found) == servers and all(
-            isinstance(error, ConnectionRefusedError) for error in found
-        )
 
 
 # Of the time for connecting.

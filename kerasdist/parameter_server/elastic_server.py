@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -32,7 +31,13 @@ from kerasdist.parameter_server.elastic_link import (
 )
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.handler import Load, share_in_words
-from kerasdist.parameter_server.server.server import ParameterServer, session_name
+from kerasdist.parameter_server.server.server import (
+    FLUSH_SECONDS,
+    ParameterServer,
+    log_line,
+    name_of,
+    session_name,
+)
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.credentials import checked_secret
@@ -44,8 +49,6 @@ from kerasdist.transport.rendezvous.dial import answer, refuse
 from kerasdist.transport.rendezvous.listener import Listener
 
 # The process of a parameter server of an elastic job: its output, and its end.
-
-_FLUSH_SECONDS = 1.0
 
 
 def run_elastic_server(
@@ -69,20 +72,19 @@ def run_elastic_server(
         KerasDistError: As `ElasticServer` and its `serve`.
     """
     hand_over_final_error()
-    count = len(cluster.servers)
-    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+    name = name_of(cluster)
     shown = [""]
 
     def split(loads: list[Load], index: int) -> None:
         share = share_in_words(loads, index)
         if share != shown[0]:
             shown[0] = share
-            _log_line(f"{name} gets of each worker and step: {share}.")
+            log_line(f"{name} gets of each worker and step: {share}.")
 
     server = ElasticServer(
         cluster, settings, min_workers, timeouts=timeouts, on_split=split
     )
-    _log_line(
+    log_line(
         f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}, elastic."
     )
     try:
@@ -91,17 +93,12 @@ def run_elastic_server(
         # It may end before the lost task does.
         ServerReporter(cluster.task_index).gave_up()
         raise
-    _log_line(
+    log_line(
         f"{name} has finished: {stats['epochs']:,} epochs, {stats['requests']:,} "
         f"requests, {stats['bytes_received']:,} bytes received, "
         f"{stats['bytes_sent']:,} sent."
     )
-    log.flush(_FLUSH_SECONDS)
-
-
-def _log_line(text: str) -> None:
-    # Some of it is written while a worker waits for its reply.
-    log.log_in_background(logging.INFO, "%s", text)
+    log.flush(FLUSH_SECONDS)
 
 
 _LOOK_SECONDS = 0.25

@@ -64,9 +64,7 @@ class ServerSettings:
         if self.mode not in MODES:
             faults.append(f"mode={self.mode!r}; expected one of {MODES}")
         stale = self.max_staleness
-        if stale is not None and (
-            isinstance(stale, bool) or not isinstance(stale, int) or stale < 0
-        ):
+        if stale is not None and not (type(stale) is int and stale >= 0):
             faults.append(
                 f"max_staleness={stale!r}; expected a number of steps >= 0, or None"
             )
@@ -84,18 +82,13 @@ class ServerSettings:
             value = getattr(self, name)
             if value is None and name == "snapshot_seconds":
                 continue
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 < value <= 1e9
-            ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 < value <= 1e9:
                 faults.append(
                     f"{name}={value!r}; expected seconds above 0, at most 1e9"
                 )
         updates = self.snapshot_updates
-        if updates is not None and (
-            isinstance(updates, bool) or not isinstance(updates, int) or updates < 1
-        ):
+        if updates is not None and not (type(updates) is int and updates >= 1):
             faults.append(f"snapshot_updates={updates!r}; expected a number >= 1")
         if faults:
             raise ValueError(

@@ -225,7 +225,7 @@ class Membership:
             worker.state = "live"
             self.workers[worker.rank] = worker
             if kind is not None:
-                self._publish(Event(kind, worker.rank, worker.address, worker.clock))
+                self._publish(kind, worker)
             self.changed.notify_all()
 
     def lose(self, worker: WorkerRecord, reason: str) -> bool:
@@ -237,9 +237,7 @@ class Membership:
             ):
                 return False
             worker.state = "lost"
-            self._publish(
-                Event("lost", worker.rank, worker.address, worker.clock, reason)
-            )
+            self._publish("lost", worker, reason)
             if self._mode == "sync":
                 self.fail(
                     errors.WorkerLost(worker.rank, worker.address, worker.clock, reason)
@@ -253,9 +251,7 @@ class Membership:
             if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
             worker.state = "finished"
-            self._publish(
-                Event("finished", worker.rank, worker.address, worker.clock, reason)
-            )
+            self._publish("finished", worker, reason)
             self.changed.notify_all()
 
     def leave(self, worker: WorkerRecord, use: int, reason: str) -> None:
@@ -264,9 +260,7 @@ class Membership:
             if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
             worker.left = max(worker.left, use)
-            self._publish(
-                Event("left", worker.rank, worker.address, worker.clock, reason, use)
-            )
+            self._publish("left", worker, reason, use)
             self.changed.notify_all()
 
     def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
@@ -279,6 +273,9 @@ class Membership:
                 self.changed.notify_all()
             return self.failure
 
-    def _publish(self, event: Event) -> None:
+    def _publish(
+        self, kind: str, worker: WorkerRecord, reason: str = "", use: int = 0
+    ) -> None:
+        event = Event(kind, worker.rank, worker.address, worker.clock, reason, use)
         for call in self.on_event:
             call(event)

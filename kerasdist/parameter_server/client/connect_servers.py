@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
@@ -49,6 +49,7 @@ from kerasdist.transport.rendezvous.dial import (
     Refused,
     dial_tcp,
     dial_unix,
+    hello_of,
     register,
     retry,
 )
@@ -192,13 +193,21 @@ class NetworkConnection(ServerConnection):
 
         def enrol() -> tuple[Connection, ServerRoster]:
             return register(
-                *(self.address, secret, self._addressed(hello), ServerRoster),
+                *(
+                    self.address,
+                    secret,
+                    hello_of(self._session, PURPOSE, self._job.rank, hello),
+                    ServerRoster,
+                ),
                 *(deadline, stop, GRACE_SECONDS, connected),
             )
 
         control, roster = self._retry(enrol, deadline, look)
         shared = self._transport == "auto" and roster.host == self._host
-        data = self._addressed(dataclasses.replace(hello, line="data", shared=shared))
+        data = hello_of(
+            *(self._session, PURPOSE, self._job.rank),
+            dataclasses.replace(hello, line="data", shared=shared),
+        )
 
         def dial() -> Connection:
             if shared:
@@ -216,14 +225,6 @@ class NetworkConnection(ServerConnection):
         self._reason = ""
         self._heartbeat.add(self.index, control)
         return roster
-
-    def _addressed(self, hello: ServerHello) -> dict[str, Any]:
-        return {
-            "session": self._session,
-            "purpose": PURPOSE,
-            "rank": self._job.rank,
-            **to_object(hello),
-        }
 
     def _retry(
         self,

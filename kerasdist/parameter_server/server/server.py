@@ -80,7 +80,7 @@ from kerasdist.transport.rendezvous.startup import host_key
 
 # The process of a parameter server: its output, and its reports to the launcher.
 
-_FLUSH_SECONDS = 1.0
+FLUSH_SECONDS = 1.0
 
 
 def run_server(
@@ -101,16 +101,15 @@ def run_server(
         KerasDistError: As `ParameterServer` and its `serve`.
     """
     hand_over_final_error()
-    count = len(cluster.servers)
-    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+    name = name_of(cluster)
 
     def opened(layout: Layout) -> None:
         share = share_in_words(loads_of(layout), cluster.task_index)
-        _log_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
+        log_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
 
     def split(loads: list[Load]) -> None:
         share = share_in_words(loads, cluster.task_index)
-        _log_line(f"{name} gets of each worker and step: {share}.")
+        log_line(f"{name} gets of each worker and step: {share}.")
 
     launcher = ServerReporter(cluster.task_index)
 
@@ -134,7 +133,7 @@ def run_server(
         members.on_event.insert(
             0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
         )
-    _log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
+    log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for served in server.handler.tables.tables.values():  # those of a snapshot
         opened(served.layout)
     try:
@@ -143,12 +142,12 @@ def run_server(
         # It may end before the lost task does.
         launcher.gave_up()
         raise
-    _log_line(
+    log_line(
         f"{name} has finished: {stats['requests']:,} requests, "
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
         f"{_staleness_in_words(stats['tables'])}."
     )
-    log.flush(_FLUSH_SECONDS)
+    log.flush(FLUSH_SECONDS)
 
 
 def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
@@ -167,8 +166,14 @@ def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
     )
 
 
-def _log_line(text: str) -> None:
-    # Some of it is written while a worker waits for its reply.
+def name_of(cluster: Cluster) -> str:
+    """Return the name of this process, a server, in its output."""
+    count = len(cluster.servers)
+    return f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+
+
+def log_line(text: str) -> None:
+    """Log in the background: some of it while a worker waits for its reply."""
     log.log_in_background(logging.INFO, "%s", text)
 
 

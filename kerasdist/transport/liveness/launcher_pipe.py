@@ -127,13 +127,11 @@ class Notice:
 
     def encode(self) -> bytes:
         """Return the line, with its end; a long reason is cut."""
-        reason = self.reason
-        while True:
-            short = dataclasses.replace(self, reason=reason)
-            line = json.dumps({"notice": to_object(short)}).encode() + b"\n"
-            if len(line) <= _MOST_BYTES or not reason:
-                return line
-            reason = reason[: len(reason) * 3 // 4]
+        short = dataclasses.replace(
+            self, reason=self.reason[: len(self.reason) * 3 // 4]
+        )
+        line = json.dumps({"notice": to_object(self)}).encode() + b"\n"
+        return line if len(line) <= _MOST_BYTES or not self.reason else short.encode()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,13 +162,11 @@ class Members:
 
     def encode(self) -> bytes:
         """Return the line, with its end; a long list is cut, but for the chief."""
-        ranks = self.ranks
-        while True:
-            short = dataclasses.replace(self, ranks=ranks)
-            line = json.dumps({"members": to_object(short)}).encode() + b"\n"
-            if len(line) <= _MOST_BYTES or len(ranks) == 1:
-                return line
-            ranks = ranks[: len(ranks) * 3 // 4]
+        line = json.dumps({"members": to_object(self)}).encode() + b"\n"
+        if len(line) <= _MOST_BYTES or len(self.ranks) == 1:
+            return line
+        ranks = self.ranks[: len(self.ranks) * 3 // 4]
+        return dataclasses.replace(self, ranks=ranks).encode()
 
 
 def decode(line: bytes) -> Report | Notice | Members | None:

@@ -194,6 +194,12 @@ class Refused(Exception):
         return errors.StartupError(self.refusal.message, dict(self.refusal.missing))
 
 
+def hello_of(session: str, purpose: str, rank: int, record: Any) -> dict[str, Any]:
+    """Return a dataclass as a hello, with what the listener assigns it by."""
+    known = {"session": session, "purpose": purpose, "rank": rank}
+    return known | to_object(record)
+
+
 def refuse(
     connection: Connection,
     message: str,

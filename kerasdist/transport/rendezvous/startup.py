@@ -29,13 +29,14 @@ from kerasdist.cluster import Cluster
 from kerasdist.transport.base import Aborted, Connection, Peer
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
-from kerasdist.transport.framing import read_record, to_object
+from kerasdist.transport.framing import read_record
 from kerasdist.transport.rendezvous.dial import (
     PROBE_SECONDS,
     Refused,
     answer,
     dial_tcp,
     dial_unix,
+    hello_of,
     refuse,
     register,
     retry,
@@ -389,12 +390,7 @@ def report(
         connection, roster = register(
             chief,
             arrival.secret,
-            {
-                "session": arrival.session,
-                "purpose": "control",
-                "rank": arrival.me.rank,
-                **to_object(hello),
-            },
+            hello_of(arrival.session, "control", arrival.me.rank, hello),
             StartupRoster,
             deadline,
             arrival.stop,
