@@ -10,7 +10,6 @@ setup(
         *find_packages(include=["kerasdist", "kerasdist.*"]),
         "kerasdist.callbacks",
         "kerasdist.callbacks.scaling",
-        "kerasdist.callbacks.timeline",
     ],
     package_dir={"kerasdist.callbacks": "callbacks"},
     package_data={"kerasdist": ["py.typed", "*.pyi"]},

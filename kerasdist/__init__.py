@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kerasdist import layers
     from kerasdist._keras.unscoped_models import local_training
     from kerasdist.collectives.communicator import Communicator
+    from kerasdist.compression import Factors, PowerSGD, TopK
     from kerasdist.placement.plan import Plan
     from kerasdist.run_function.run import run
     from kerasdist.strategies.distribution import enable_keras_distribution
@@ -52,12 +53,15 @@ if TYPE_CHECKING:
 __all__ = [
     "TESTED_VERSIONS",
     "Communicator",
+    "Factors",
     "KerasDistError",
     "ModelParallelStrategy",
     "ParameterServerStrategy",
     "PlacementReport",
     "Plan",
+    "PowerSGD",
     "RingStrategy",
+    "TopK",
     "WorkerLost",
     "__version__",
     "enable_keras_distribution",
@@ -70,11 +74,14 @@ __all__ = [
 
 _LAZY = {
     "Communicator": "kerasdist.collectives.communicator",
+    "Factors": "kerasdist.compression",
     "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "PlacementReport": "kerasdist.strategies.placed.report",
     "Plan": "kerasdist.placement.plan",
+    "PowerSGD": "kerasdist.compression",
     "RingStrategy": "kerasdist.strategies.ring",
+    "TopK": "kerasdist.compression",
     "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.plan",

@@ -6,6 +6,9 @@ from kerasdist._keras.unscoped_models import local_training as local_training
 from kerasdist._tested import TESTED_VERSIONS as TESTED_VERSIONS
 from kerasdist._version import __version__ as __version__
 from kerasdist.collectives.communicator import Communicator as Communicator
+from kerasdist.compression import Factors as Factors
+from kerasdist.compression import PowerSGD as PowerSGD
+from kerasdist.compression import TopK as TopK
 from kerasdist.errors import KerasDistError as KerasDistError
 from kerasdist.errors import WorkerLost as WorkerLost
 from kerasdist.placement.plan import Plan as Plan

@@ -100,11 +100,13 @@ class GradientHooks:
         reduce: See `strategies.reduce.gradients.reduce_gradients`.
         end_window: See `strategies.reduce.gradients.end_window`.
         sum_over_replicas: Sums each of a list of tensors over all replicas.
+        check: Raises an error if an optimizer doesn't fit to how gradients are reduced.
     """
 
     reduce: Callable[..., list[Any]]
     end_window: Callable[..., list[Any]]
     sum_over_replicas: Callable[[Sequence[Any]], list[Any]]
+    check: Callable[[Any], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

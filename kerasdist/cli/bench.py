@@ -8,7 +8,7 @@ import shlex
 
 from kerasdist.cli.console import add_command
 from kerasdist.cli.run import command as run
-from kerasdist.cli.run.launch import check_command
+from kerasdist.cli.run.command import check_command
 
 WITH_VALUE = ("--steps",)
 _WORKER = "kerasdist.cli.bench_worker"

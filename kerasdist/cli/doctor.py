@@ -28,9 +28,8 @@ from kerasdist._tested import TESTED_VERSIONS
 from kerasdist._version import __version__
 from kerasdist.cli import env
 from kerasdist.cli.console import above_zero, add_command
-from kerasdist.cli.run import command as run
-from kerasdist.cli.run import nodes as node_options
-from kerasdist.cli.run.hosts import check, places
+from kerasdist.cli.run import options as run_options
+from kerasdist.cli.run.hosts import places
 from kerasdist.cli.run.hosts.probe import facts
 from kerasdist.cli.run.nodes import LocalPart, RendezvousError, meeting
 from kerasdist.cluster import Cluster, resolve
@@ -113,17 +112,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--json", action="store_true", help="print one JSON document instead of text"
     )
-    places.add_options(parser)
-    node_options.add_options(parser, _START_SECONDS)
+    options = (*run_options.HOSTS, *run_options.NODES)
+    run_options.add_options(parser, options, _START_SECONDS)
     # An option of `run` alone.
     parser.set_defaults(bind="none")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     faults: list[str] = []
-    hosts = places.read_options(arguments, faults)
-    number = functools.partial(run.read_number, faults=faults)
-    nodes = node_options.read_options(arguments, number, faults)
+    hosts = run_options.read_hosts(arguments, faults)
+    nodes = run_options.read_nodes(arguments, faults)
     if faults:
         arguments.parser.error("\n  ".join(faults))
     if hosts is not None:
@@ -492,7 +490,7 @@ def _remedy(reason: str) -> str:
 # started.
 
 
-def check_hosts(options: places.HostOptions, seconds: float) -> _Sections:
+def check_hosts(options: run_options.HostOptions, seconds: float) -> _Sections:
     """Ask the hosts of `-H` what the launcher asks; let them reach each other.
 
     Args:
@@ -504,7 +502,7 @@ def check_hosts(options: places.HostOptions, seconds: float) -> _Sections:
     text += _NOT_LOOKED_AT.format(more="certificates and devices but GPUs")
     yield "cluster", [_ok(text)]
     counts = dict.fromkeys(options.hosts, 1)
-    with check.asking(options, counts, (), finds_gpus=True, listens=True) as (_, some):
+    with places.asking(options, counts, (), finds_gpus=True, listens=True) as (_, some):
         here = facts(os.getcwd(), [])
         answers = {probe: probe.result() for probe in some}
         found = (_of_host(probe.host, each, here) for probe, each in answers.items())
@@ -514,9 +512,9 @@ def check_hosts(options: places.HostOptions, seconds: float) -> _Sections:
 
 
 def _of_host(
-    host: places.Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
+    host: run_options.Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
 ) -> _Findings:
-    faults = check.faults_of(host, answer, here)
+    faults = places.faults_of(host, answer, here)
     for text in faults:
         yield _fault(text, _host_remedy(host, answer, text))
     if isinstance(answer, str):
@@ -530,7 +528,9 @@ def _of_host(
         yield _ok(f"{text}{len(gpus)}")
 
 
-def _host_remedy(host: places.Host, answer: dict[str, Any] | str, text: str) -> str:
+def _host_remedy(
+    host: run_options.Host, answer: dict[str, Any] | str, text: str
+) -> str:
     if isinstance(answer, str):
         return (
             f"make `ssh {host.target} true` work without a question; --ssh and "
@@ -544,10 +544,10 @@ def _host_remedy(host: places.Host, answer: dict[str, Any] | str, text: str) -> 
 
 
 def _reach_each_other(
-    answers: Mapping[check.HostProbe, dict[str, Any] | str], seconds: float
+    answers: Mapping[places.HostProbe, dict[str, Any] | str], seconds: float
 ) -> _Findings:
     """Let each host connect to a port of each other one, as their tasks will."""
-    addresses: dict[check.HostProbe, str] = {}
+    addresses: dict[places.HostProbe, str] = {}
     for probe, answer in answers.items():
         if isinstance(answer, str) or not answer["addresses"]:
             text = f"no port of {probe.host.target} was tried, which can't be used"
@@ -556,12 +556,12 @@ def _reach_each_other(
             family, bound = answer["addresses"][0]
             place = places.Place(host=probe.host, family=family, address=tuple(bound))
             addresses[probe] = place.text
-    others: dict[check.HostProbe, list[str]] = {}
+    others: dict[places.HostProbe, list[str]] = {}
     for probe in addresses:
         others[probe] = [a for other, a in addresses.items() if other is not probe]
-        probe.ask_again({"addresses": others[probe], "seconds": seconds})
-    limit = seconds + check.ANSWER_SECONDS
-    check.await_answers(list(others), limit)
+        probe.ask({"addresses": others[probe], "seconds": seconds})
+    limit = seconds + places.ANSWER_SECONDS
+    places.await_answers(list(others), limit)
     for probe, listed in others.items():
         name, reply = probe.host.target, probe.result(limit)
         if isinstance(reply, str):
@@ -583,7 +583,7 @@ def _reach_each_other(
 
 
 def check_nodes(
-    options: node_options.NodeOptions, seconds: float, environ: Mapping[str, str]
+    options: run_options.NodeOptions, seconds: float, environ: Mapping[str, str]
 ) -> _Sections:
     """Meet the doctors of the other hosts as launchers of `--nnodes` meet.
 
@@ -628,7 +628,7 @@ def check_nodes(
 
 
 def _of_nodes(
-    options: node_options.NodeOptions,
+    options: run_options.NodeOptions,
     part: LocalPart,
     numbers: Mapping[str, int],
     remedy: str,
@@ -637,7 +637,7 @@ def _of_nodes(
     own = numbers[part.cluster["worker"][part.first["worker"]]]
     for address, number in numbers.items():
         name = f"host {number} ({split_address(address)[0]})"
-        faults = check.differences(name, part.facts[number], part.facts[own])
+        faults = places.differences(name, part.facts[number], part.facts[own])
         for each in faults:
             yield _fault(each, "install the same on all hosts")
         if not faults:

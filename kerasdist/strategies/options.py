@@ -20,6 +20,7 @@ from kerasdist._tested import TESTED_VERSIONS, range_in_words, was_tested
 from kerasdist._tf import patches
 from kerasdist.cluster.tf_config import grace_seconds
 from kerasdist.collectives import Communicator
+from kerasdist.compression import Compressor
 from kerasdist.errors import ClusterError
 from kerasdist.transport.liveness.announcements import ChiefActions
 from kerasdist.transport.liveness.failure_protocol import (
@@ -235,6 +236,19 @@ def refuse_option(reason: str) -> NoReturn:
     )
 
 
+def refuse_memory(compression: Compressor | None) -> None:
+    """Refuse a compressor that keeps a part of the gradients, in an elastic job.
+
+    Raises:
+        ValueError: It keeps something that a lost worker would take along.
+    """
+    if compression is not None and compression.has_memory:
+        refuse_option(
+            f"compression={compression!r}, which keeps on each worker what it hasn't "
+            "sent yet"
+        )
+
+
 # The check whether strategies can work with the installed Keras and TensorFlow.
 
 _LOG = logging.getLogger("kerasdist")
@@ -296,7 +310,8 @@ class Options:
             divided by rows; or "off": each worker's own.
         data: The action if they aren't the same: "auto", "same" or "chief".
         bucket_size: Bytes of gradients that are sent at once.
-        compression: None, "bf16" or "fp16": the dtype in which gradients are sent.
+        compression: What sums gradients in place of an all-reduce, if anything does;
+            given as a name, too.
 
     Raises:
         ValueError: One of them is wrong.
@@ -306,7 +321,7 @@ class Options:
     shard: str
     data: str
     bucket_size: int
-    compression: str | None
+    compression: Compressor | None
 
     @property
     def shards(self) -> bool:
@@ -329,11 +344,6 @@ class Options:
             raise ValueError(
                 "`bucket_size` must be a positive number of bytes. "
                 f"Received: bucket_size={self.bucket_size!r}."
-            )
-        if self.compression not in (None, "bf16", "fp16"):
-            raise ValueError(
-                "`compression` must be None, 'bf16' or 'fp16'. "
-                f"Received: compression={self.compression!r}."
             )
         if self.initial_state not in ("check", "broadcast"):
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
+from kerasdist.compression import Compressor
 from kerasdist.parameter_server import (
     Event,
     ServerClient,
@@ -100,7 +101,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             the same data in another order or split; otherwise it's an error; "same":
             always an error; "chief": the chief's are used, and nothing is compared.
         bucket_size: Bytes of gradients that are sent at once.
-        compression: "bf16" or "fp16": gradients cross the network in 16 bits. For
+        compression: What is sent in place of whole gradients, see `RingStrategy`. For
             "sync" only.
         snapshot_dir: With "async": folder in which each server keeps a snapshot of its
             weights, from which a restarted server continues. None: a lost server ends
@@ -153,7 +154,7 @@ class ParameterServerStrategy(DataParallelStrategy):
         shard: str = "rows",
         data: str = "auto",
         bucket_size: int = 25_000_000,
-        compression: str | None = None,
+        compression: str | Compressor | None = None,
         snapshot_dir: str | None = None,
         snapshot_seconds: float | None = 60.0,
         snapshot_updates: int | None = None,

@@ -11,6 +11,7 @@ from kerasdist import _tf
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
 from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
+from kerasdist.compression import Compressor, compressor_of
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies import native_communicator
@@ -32,6 +33,7 @@ from kerasdist.strategies.options import (
     Options,
     check_installed,
     elasticity,
+    refuse_memory,
     refuse_option,
 )
 from kerasdist.strategies.placed.placed_extended import HybridExtended, install_hooks
@@ -99,9 +101,11 @@ class RingStrategy(DataParallelStrategy):
         bucket_size: Bytes of gradients that are sent at once. The last layers'
             gradients are sent while earlier ones are still computed; small buckets are
             sent earlier, large ones cost less each.
-        compression: "bf16" or "fp16": gradients cross the network in 16 bits, for
-            slow networks. They are divided by the global batch size before they are
-            cast, so that their sum can't overflow; all workers still end with the same
+        compression: What is sent in place of whole gradients, for slow networks.
+            "factors" sends the factors of `Dense` kernels' gradients where they are
+            smaller, and loses nothing. "bf16" and "fp16" send 16 bits. "powersgd"
+            (`kerasdist.PowerSGD`) and "topk" (`kerasdist.TopK`) send a small part,
+            and keep the rest for the next step. All workers still end with the same
             bits, but no longer with those of one process.
         local_reduction: Where a worker's replicas are added: "device": on their
             devices, by TensorFlow's collectives inside of this process, which are
@@ -159,7 +163,7 @@ class RingStrategy(DataParallelStrategy):
         shard: str = "rows",
         data: str = "auto",
         bucket_size: int = 25_000_000,
-        compression: str | None = None,
+        compression: str | Compressor | None = None,
         local_reduction: str = "auto",
         placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
@@ -174,7 +178,7 @@ class RingStrategy(DataParallelStrategy):
             shard=shard,
             data=data,
             bucket_size=bucket_size,
-            compression=compression,
+            compression=compressor_of(compression),
         )
         timeouts = Timeouts(
             collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
@@ -232,6 +236,7 @@ class RingStrategy(DataParallelStrategy):
                 placement,
                 local_reduction,
             )
+            refuse_memory(options.compression)
             on_devices = False
         report_paths = functools.partial(
             report, names, size=place.size, asked=transport, on_devices=on_devices

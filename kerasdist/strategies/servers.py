@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist.cluster import Cluster, resolve
+from kerasdist.compression import Compressor, compressor_of
 from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.parameter_server import Event, ServerClient, ServerSettings
 from kerasdist.parameter_server.client.client import TRANSPORTS
@@ -31,6 +32,7 @@ from kerasdist.strategies.options import (
     check_installed,
     elasticity,
     refuse_asynchronous,
+    refuse_memory,
     refuse_option,
 )
 from kerasdist.transport import Timeouts
@@ -104,7 +106,7 @@ def check_arguments(
     shard: str = "rows",
     data: str = "auto",
     bucket_size: int = 25_000_000,
-    compression: str | None = None,
+    compression: str | Compressor | None = None,
     snapshot_dir: str | None = None,
     snapshot_seconds: float | None = 60.0,
     snapshot_updates: int | None = None,
@@ -132,7 +134,7 @@ def check_arguments(
         shard=shard,
         data=data,
         bucket_size=bucket_size,
-        compression=compression,
+        compression=compressor_of(compression),
     )
     timeouts = Timeouts(
         collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
@@ -165,6 +167,8 @@ def check_arguments(
     bounds = elasticity(elastic, min_workers, place.size, start_workers=start_workers)
     if bounds is not None and data == "chief":
         refuse_option("data='chief', because the chief that has the data may be lost")
+    if bounds is not None:
+        refuse_memory(options.compression)
     alone = None if bounds is None or place.size > 1 else bounds
     return Arguments(
         place=place,

@@ -8,6 +8,7 @@ The layers, upper first; a module may import its own layer and those below:
     functions      kerasdist.run_function
     strategies     kerasdist.strategies
     layers         kerasdist.layers
+    compression    kerasdist.compression
     keras seam     kerasdist._keras          alone imports keras.src
     tf seam        kerasdist._tf             alone imports tensorflow.python
     mechanism      kerasdist.collectives, .ps, .placement
@@ -50,6 +51,7 @@ LAYERS = [
     ),
     ("tf seam", {"kerasdist._tf"}),
     ("keras seam", {"kerasdist._keras"}),
+    ("compression", {"kerasdist.compression"}),
     ("layers", {"kerasdist.layers"}),
     ("strategies", {"kerasdist.strategies"}),
     ("functions", {"kerasdist.run_function"}),

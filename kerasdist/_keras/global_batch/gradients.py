@@ -168,7 +168,7 @@ def gradient(
         # A merge call can't be in a branch or a loop.
         taken.add(gradients, PART)
         return found
-    reduced = _summed(mine, recording)
+    reduced = _summed(mine, [flat[i] for i in places], recording)
     for place, whole in zip(places, reduced, strict=True):
         gradients[place] = whole
     taken.add([g for g, our in zip(gradients, ours, strict=True) if not our], PART)
@@ -198,13 +198,17 @@ def _is_shared(source: Any) -> bool:
     return isinstance(source, Variable) or is_distributed(source)
 
 
-def _summed(gradients: list[Any], recording: bool) -> list[Any]:
+def _summed(gradients: list[Any], sources: list[Any], recording: bool) -> list[Any]:
     """Sum gradients over the replicas; another tape can differentiate the sums."""
     facets, hooks, taken = current_facets(), current.hooks, current.taken
     reduce = facets.hooks.gradients.reduce
 
     def summed(some: Sequence[Any]) -> list[Any]:
-        return exchange(facets, reduce, list(some), current.share, step=taken.begin())
+        return exchange(
+            *(facets, reduce, list(some), current.share),
+            step=taken.begin(),
+            owners=sources,
+        )
 
     if not recording:
         return summed(gradients)

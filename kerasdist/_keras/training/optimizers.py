@@ -479,6 +479,7 @@ def apply(
     adopt_in_step(hooks, optimizer, trainable_variables or ())
     grads, scale = list(grads), 1
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    hooks.gradients.check(inner)
     replicas, share = hooks.workers.replicas, None
     if replicas > 1 and current.rows is not None:
         share = current.share
@@ -511,6 +512,7 @@ def apply(
             linear=_is_linear(inner),
             beside=beside,
             step=WHOLE not in kinds,
+            owners=trainable_variables or _variables_of(optimizer),
         )
         if _tf.in_parts() and _is_linear(inner):
             # How many different rows there are changes with each batch.

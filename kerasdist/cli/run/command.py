@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
+import dataclasses
+import importlib.machinery
+import importlib.util
 import logging
 import os
+import re
+import secrets
 import shlex
+import shutil
 import signal
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from kerasdist.cli.console import print_line
-from kerasdist.cli.env import ALLOCATORS
-from kerasdist.cli.run import gpus as gpu_options
-from kerasdist.cli.run import nodes as node_options
-from kerasdist.cli.run import task_processes as elastic_options
-from kerasdist.cli.run.gpus import divide_all, is_divided
-from kerasdist.cli.run.hosts import places as host_options
-from kerasdist.cli.run.hosts.check import HostsError, on_hosts
+from kerasdist.cli.env import find_allocator, preloading
+from kerasdist.cli.run import options
 from kerasdist.cli.run.hosts.find_gpus import find_gpus
-from kerasdist.cli.run.launch import check_command, launch
+from kerasdist.cli.run.hosts.places import HostsError, on_hosts
+from kerasdist.cli.run.job_spec import (
+    FunctionFiles,
+    JobSpec,
+    divide_all,
+)
 from kerasdist.cli.run.nodes import RendezvousError, meeting
-from kerasdist.cli.run.task_processes import FunctionFiles, JobSpec
+from kerasdist.cli.run.options import WITH_VALUE, read_number
+from kerasdist.cli.run.spawn import cores_in_order, shares
+from kerasdist.cli.run.supervisor import run_supervised
 from kerasdist.placement.plan import counted
 from kerasdist.transport.credentials import tls_fault
 from kerasdist.transport.handshake import secret_fault
@@ -42,25 +50,6 @@ examples:
   kerasdist run -n 3 --ps 2 train.py
   kerasdist run -H a:2,b:2 train.py
   kerasdist run -n 4 --bind cores --log-dir logs -m mypackage.train"""
-
-
-_WITH_VALUE = (
-    *(
-        "-n",
-        "-np",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        "--ps",
-        "--log-dir",
-        "--output",
-        "--bind",
-        "--malloc",
-    ),
-    *gpu_options.WITH_VALUE,
-    *elastic_options.WITH_VALUE,
-    *host_options.WITH_VALUE,
-    *node_options.WITH_VALUE,
-)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -83,63 +72,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a job is started."""
-    parser.add_argument(
-        "-n",
-        "-np",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        dest="size",
-        metavar="N",
-        help="number of workers on this machine, or on all hosts of -H (default there: "
-        "as many as they have room for)",
-    )
-    parser.add_argument(
-        "--ps",
-        dest="servers",
-        metavar="M",
-        default="0",
-        help="number of parameter servers, which run the same script (default: 0)",
-    )
-    parser.add_argument(
-        "--log-dir",
-        metavar="D",
-        help="folder for the output of ranks 1 to N-1, rank-1.log and so on, and of "
-        "servers, ps-0.log and so on (default: a temporary one, which is removed if "
-        "the job succeeds)",
-    )
-    parser.add_argument(
-        "--output",
-        choices=("chief", "all"),
-        default="chief",
-        help="'chief': the output of rank 0 passes through, that of the others is "
-        "written to the logs. 'all': that of the others is shown as well, each line "
-        "with its rank in front, or 'ps' and the server's index (default: chief)",
-    )
-    parser.add_argument(
-        "--bind",
-        choices=("none", "cores"),
-        default="none",
-        help="'cores': each worker gets its share of the cores, and TensorFlow as "
-        "many threads (default: none)",
-    )
-    parser.add_argument(
-        "--malloc",
-        metavar="none|auto|LIB",
-        default="none",
-        help="an allocator for the workers, loaded before the C library's: 'auto' "
-        f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
-        "shared library (default: none)",
-    )
-    parser.add_argument(
-        "--tensorflow-log",
-        action="store_true",
-        help="show what TensorFlow writes when it is imported (default: only if "
-        "TF_CPP_MIN_LOG_LEVEL is 0)",
-    )
-    gpu_options.add_options(parser)
-    elastic_options.add_options(parser)
-    host_options.add_options(parser)
-    node_options.add_options(parser)
+    options.add_options(parser, options.ALL_OPTIONS)
 
 
 def split(
@@ -159,8 +92,84 @@ def split(
             return arguments[:i], arguments[i + 1 :]
         if arguments[i] == "-m":
             break
-        i += 2 if arguments[i] in (*_WITH_VALUE, *with_value) else 1
+        i += 2 if arguments[i] in (*WITH_VALUE, *with_value) else 1
     return arguments[:i], arguments[i:]
+
+
+# The script or module that a job runs.
+
+# An interpreter's name, which other launchers want before the script.
+_PYTHON = re.compile(r"python(\d(\.\d+)?)?")
+
+
+def check_command(
+    script: Sequence[str], environ: MutableMapping[str, str], faults: list[str]
+) -> tuple[str, ...]:
+    """Return the script or module and its arguments; check that it exists.
+
+    Args:
+        script: What follows the options; an interpreter may stand in front.
+        environ: Gets what the interpreter's options mean.
+        faults: Takes a message about each thing that can't be used.
+    """
+    script = list(script)
+    if len(script) > 1 and _PYTHON.fullmatch(Path(script[0]).name):
+        # `kerasdist run -n 2 python train.py`, as with mpirun. Our own Python runs it.
+        del script[0]
+        while script[:1] == ["-u"]:
+            environ["PYTHONUNBUFFERED"] = "1"
+            del script[0]
+    if not script:
+        faults.append("expected a script, or -m and a module")
+        return ()
+    if script[0] == "-m":
+        if len(script) < 2:
+            faults.append("-m must be followed by the name of a module")
+        elif not _module_exists(script[1]):
+            faults.append(
+                f"there is no module {script[1]!r} that can be run. Received: -m "
+                f"{shlex.quote(script[1])}"
+            )
+        return tuple(script)
+    path = Path(script[0])
+    if path.is_dir():
+        if not (path / "__main__.py").exists():
+            faults.append(f"{script[0]} is a folder without a __main__.py")
+    elif not path.exists():
+        faults.append(
+            f"there is no script {script[0]!r} (in {os.getcwd()}). Expected the path "
+            "of a Python file"
+        )
+    elif not os.access(path, os.R_OK):
+        faults.append(f"the script {script[0]!r} can't be read")
+    # With a name like "-x.py" Python would see an option.
+    return (str(path) if not script[0].startswith("-") else f"./{path}", *script[1:])
+
+
+def _module_exists(name: str) -> bool:
+    """Return whether `python -m name` will find it, without importing any of it."""
+    first, *rest = name.split(".")
+    if not all(part.isidentifier() for part in (first, *rest)):
+        return False
+    # `python -m` looks in the current folder first.
+    sys.path.insert(0, os.getcwd())
+    try:
+        spec = importlib.util.find_spec(first)
+        found = first
+        for part in (*rest, "__main__"):
+            if spec is None:
+                return False
+            if spec.submodule_search_locations is None:
+                return part == "__main__"
+            found = f"{found}.{part}"
+            spec = importlib.machinery.PathFinder.find_spec(
+                found, list(spec.submodule_search_locations)
+            )
+    except (ImportError, ValueError):
+        return False
+    finally:
+        del sys.path[0]
+    return spec is not None
 
 
 def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -168,16 +177,15 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     function = FunctionFiles.take_from(os.environ)
     faults: list[str] = []
     environ = dict(os.environ)
-    hosts = host_options.read_options(arguments, faults)
+    hosts = options.read_hosts(arguments, faults)
     if arguments.size is None and hosts is None:
         faults.append("-n, the number of workers, is missing")
     default = "1" if hosts is None else str(max(hosts.slots, 1))
     size = read_number("-n", arguments.size or default, 1, faults)
     servers = read_number("--ps", arguments.servers, 0, faults)
-    number = functools.partial(read_number, faults=faults)
-    nodes = node_options.read_options(arguments, number, faults)
+    nodes = options.read_nodes(arguments, faults)
     count = 1 if nodes is None else nodes.count
-    elastic = elastic_options.read_options(arguments, count * size, number, faults)
+    elastic = options.read_elastic(arguments, count * size, faults)
     if nodes is not None and elastic is not None and elastic.grows:
         faults.append("--max-workers isn't possible with --nnodes")
     most = elastic.max_workers if elastic is not None and elastic.grows else size
@@ -198,15 +206,15 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
             )
     if arguments.bind == "cores" and not hasattr(os, "sched_getaffinity"):
         faults.append("--bind cores isn't possible on this system")
-    if os.sep in arguments.malloc and not os.access(arguments.malloc, os.R_OK):
+    malloc = f"Received: --malloc {shlex.quote(arguments.malloc)}"
+    if os.sep not in arguments.malloc and arguments.malloc not in ("none", "auto"):
         faults.append(
-            "--malloc must be 'none', 'auto' or a shared library. Received: --malloc "
-            f"{shlex.quote(arguments.malloc)}, which can't be read"
+            f"--malloc must be 'none', 'auto' or the path of a shared library. {malloc}"
         )
-    elif os.sep not in arguments.malloc and arguments.malloc not in ("none", "auto"):
+    elif os.sep in arguments.malloc and not os.access(arguments.malloc, os.R_OK):
         faults.append(
-            "--malloc must be 'none', 'auto' or the path of a shared library. "
-            f"Received: --malloc {shlex.quote(arguments.malloc)}"
+            f"--malloc must be 'none', 'auto' or a shared library. {malloc}, which "
+            "can't be read"
         )
     if not hasattr(os, "fork"):
         faults.append("kerasdist run needs Linux (os.fork)")
@@ -218,8 +226,8 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
     faults += [each for each in weak if each is not None]
     if not sys.executable:
         faults.append("it is unknown where Python is (sys.executable is empty)")
-    gpu_options.check_option(arguments, faults)
-    finds_gpus = is_divided(arguments.gpus)
+    options.check_gpus(arguments.gpus, faults)
+    finds_gpus = arguments.gpus not in ("all", "none", "0")
     gpus = {}
     if not faults and hosts is None:
         found = {"": find_gpus(environ)} if finds_gpus else {}
@@ -273,15 +281,89 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         return launch(arguments, job)
 
 
-def read_number(option: str, text: str, least: int, faults: list[str]) -> int:
-    """Return an option's number; `least` if it's wrong."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        faults.append(
-            f"{option} must be an integer >= {least}. Received: {option} "
-            f"{shlex.quote(text)}"
+# With less of it free, a disk is full: files take it in blocks.
+_FULL_BYTES = 4096
+
+
+def launch(arguments: argparse.Namespace, job: JobSpec) -> int:
+    """Make the job's log folder and environment, run the job, and tidy up.
+
+    Args:
+        arguments: The options, which have been checked.
+        job: The job; its environment is that of the user.
+
+    Returns:
+        The exit code. Nothing of the job runs any more.
+    """
+    others = any(not task.is_chief for task in job.tasks)
+    log_dir = job.log_dir
+    temporary = log_dir is None and arguments.output == "chief" and others
+    if temporary:
+        log_dir = Path(tempfile.mkdtemp(prefix="kerasdist-run-"))
+    elif log_dir is not None:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    cores: tuple[tuple[int, ...], ...] = ()
+    if arguments.bind == "cores":
+        available = cores_in_order()
+        most = len(job.all_tasks) - job.servers
+        cores = tuple(shares(available, most))
+        if len(available) < most:
+            print_line(
+                f"{most} workers share {len(available)} cores: each has one core and "
+                "one thread, several have the same",
+                logging.WARNING,
+            )
+    if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+        print_line(
+            "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of its "
+            "own on this machine",
+            logging.WARNING,
         )
-    return max(number, least)
+    environ = dict(job.environ)
+    if job.elastic is not None:
+        environ.update(job.elastic.environ)
+    if not arguments.tensorflow_log:
+        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    quiet = not arguments.tensorflow_log and environ["TF_CPP_MIN_LOG_LEVEL"] != "0"
+    library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
+    if library is None:
+        print_line(
+            "--malloc auto: no allocator is installed, workers use the C library's. On "
+            "Debian and Ubuntu: apt-get install libjemalloc2",
+            logging.WARNING,
+        )
+    elif library != "none":
+        environ.update(preloading(library, environ))
+        print_line(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
+    job = dataclasses.replace(
+        job,
+        log_dir=log_dir,
+        tagged=arguments.output == "all" and others,
+        cores=cores,
+        environ=environ,
+        quiet=quiet,
+        secret=os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32),
+        group=os.getpgrp(),
+    )
+    logs = [log for task in job.tasks if (log := job.log(task)) is not None]
+    if logs:
+        rest = "" if len(logs) == 1 else f" ... {logs[-1].name}"
+        print_line(f"the others' output goes to {shlex.quote(str(logs[0]))}{rest}")
+    code = run_supervised(job)
+    if log_dir is not None and _is_full(log_dir):
+        print_line(
+            f"the disk of {shlex.quote(str(log_dir))} is full: the others' output may "
+            "be missing, and they may have failed for that reason (OSError: No space "
+            "left on device). Make room, or name another folder with --log-dir",
+            logging.WARNING,
+        )
+    if temporary and log_dir is not None and code == 0:
+        shutil.rmtree(log_dir, ignore_errors=True)
+    return code
+
+
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _FULL_BYTES
+    except OSError:  # the job has removed it
+        return False

@@ -9,24 +9,22 @@ meets in the same way, and starts no job.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import errno
 import logging
 import os
 import select
-import shlex
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.hosts import probe
-from kerasdist.cli.run.hosts.places import Host, is_here
+from kerasdist.cli.run.hosts.places import is_here
+from kerasdist.cli.run.options import Host, NodeOptions
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.base import Connection
@@ -40,174 +38,6 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     Sight,
     WaitingNotice,
 )
-
-# The options of `kerasdist run` for a launcher on each host.
-
-WITH_VALUE = (
-    *("--nnodes", "--node-rank", "--node_rank", "--rendezvous", "--rdzv-endpoint"),
-    *("--rdzv_endpoint", "--secret-file", "--start-timeout"),
-)
-_SECONDS = 600
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NodeOptions:
-    """The settings of one launcher of several.
-
-    Attributes:
-        count: The number of launchers.
-        rank: The number of this one; None: the order of their arrival decides.
-        rendezvous: The address at which the first one listens.
-        seconds: How long it waits for the others.
-        only_looks: Whether there will be no job, as in `kerasdist doctor`: then the
-            launchers exchange their versions, too, and those that are here at the end
-            of the time go on without the others.
-    """
-
-    count: int
-    rank: int | None
-    rendezvous: str
-    seconds: int
-    only_looks: bool = False
-
-
-def add_options(parser: argparse.ArgumentParser, seconds: int = _SECONDS) -> None:
-    """Add the options to those of `run`, or of another command.
-
-    Args:
-        parser: The command's.
-        seconds: How long it waits for other hosts by default.
-    """
-    parser.set_defaults(start_seconds=seconds)
-    parser.add_argument(
-        "--nnodes",
-        metavar="K",
-        help="number of hosts, on each of which this command is started, with the same "
-        "--rendezvous and secret, in any order",
-    )
-    parser.add_argument(
-        "--node-rank",
-        "--node_rank",
-        dest="node_rank",
-        metavar="I",
-        help="with --nnodes: the number of this host, from 0 on, which orders the "
-        "workers (default: the host of --rendezvous is 0, the others as they arrive)",
-    )
-    parser.add_argument(
-        "--rendezvous",
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        dest="rendezvous",
-        metavar="HOST:PORT",
-        help="with --nnodes: a free port of host 0, which all hosts reach",
-    )
-    parser.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="a file with the job's secret, the same on all hosts, in the place of the "
-        "variable KERASDIST_SECRET",
-    )
-    parser.add_argument(
-        "--start-timeout",
-        metavar="S",
-        help=f"with --nnodes: seconds to wait for other hosts (default: {seconds})",
-    )
-
-
-def read_options(
-    arguments: argparse.Namespace,
-    number: Callable[[str, str, int], int],
-    faults: list[str],
-) -> NodeOptions | None:
-    """Return the settings; None without `--nnodes`. Sets the secret of `--secret-file`.
-
-    Args:
-        arguments: The parsed arguments.
-        number: Returns an option's number, from its name, its text and its minimum.
-        faults: Takes a message about each value that can't be used.
-    """
-    if arguments.secret_file is not None:
-        _read_secret(arguments.secret_file, faults)
-    given = {
-        "--node-rank": arguments.node_rank,
-        "--rendezvous": arguments.rendezvous,
-        "--start-timeout": arguments.start_timeout,
-    }
-    if arguments.nnodes is None:
-        faults += [
-            f"{name} is an option for several hosts. Received: {name} {text} without "
-            "--nnodes"
-            for name, text in given.items()
-            if text is not None
-        ]
-        return None
-    nnodes = arguments.nnodes
-    least, colon, most = nnodes.partition(":")
-    if colon and least.isdigit() and most.isdigit():
-        faults.append(
-            "--nnodes must be one number: the addresses of hosts that come later can't "
-            f"be known. Received: --nnodes {nnodes}. Start {most} hosts with --nnodes "
-            f"{most} --elastic --min-workers M: the job continues without those that "
-            "are lost while at least M workers are left"
-        )
-        nnodes = most
-    count = number("--nnodes", nnodes, 1)
-    rank = None
-    if arguments.node_rank is not None:
-        rank = number("--node-rank", arguments.node_rank, 0)
-        if rank >= count:
-            faults.append(
-                "--node-rank must be less than --nnodes. Received: --node-rank "
-                f"{rank} and --nnodes {count}"
-            )
-    fault = (
-        "it is missing"
-        if arguments.rendezvous is None
-        else address_fault(arguments.rendezvous)
-    )
-    if fault:
-        faults.append(
-            "--rendezvous must be the address of host 0, with a free port, as a:29400. "
-            f"Received: {arguments.rendezvous!r}: {fault}"
-        )
-    if arguments.hosts is not None or arguments.hostfile is not None:
-        faults.append(
-            "--nnodes and -H, or --hostfile, can't be used together. Received: both. "
-            "Expected -H where ssh reaches the hosts from this one, else --nnodes on "
-            "each of them"
-        )
-    if count > 1 and not os.environ.get("KERASDIST_SECRET"):
-        faults.append(
-            "several hosts need a secret: set KERASDIST_SECRET, or --secret-file, to "
-            "the same random text on all of them, for example the output of `openssl "
-            "rand -hex 32`"
-        )
-    return NodeOptions(
-        count=count,
-        rank=rank,
-        rendezvous=arguments.rendezvous or "",
-        seconds=number(
-            "--start-timeout",
-            arguments.start_timeout or str(arguments.start_seconds),
-            1,
-        ),
-    )
-
-
-def _read_secret(path: str, faults: list[str]) -> None:
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        faults.append(
-            "--secret-file must be a text file. Received: --secret-file "
-            f"{shlex.quote(path)}: {error}"
-        )
-        return
-    if not text:
-        faults.append(f"--secret-file {shlex.quote(path)} is empty")
-    os.environ["KERASDIST_SECRET"] = text
-
 
 _SESSION, _PURPOSE = "kerasdist run", "node"
 # Seconds between two attempts.
@@ -257,10 +87,11 @@ def meeting(
     with contextlib.ExitStack() as undo:
         # Errors of the block aren't the rendezvous's.
         try:
-            part = _meet(options, workers, servers, secret, undo)
+            part = _meet(options, {"worker": workers, "ps": servers}, secret, undo)
         except (OSError, ClusterError) as error:
             hint = ""
-            if errno.EADDRINUSE in (getattr(error, "errno", 0), _errno_behind(error)):
+            behind = getattr(error.__cause__, "errno", None)
+            if errno.EADDRINUSE in (getattr(error, "errno", 0), behind):
                 hint = (
                     ". If another launcher of this job runs on this machine, give each "
                     "its --node-rank"
@@ -271,32 +102,28 @@ def meeting(
         yield part
 
 
-def _errno_behind(error: BaseException) -> int | None:
-    return getattr(error.__cause__, "errno", None)
-
-
 def _meet(
     options: NodeOptions,
-    workers: int,
-    servers: int,
+    counts: Mapping[str, int],
     secret: bytes,
     undo: contextlib.ExitStack,
 ) -> LocalPart:
     host, port = split_address(options.rendezvous)
     here = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
     own = host if here else _own_address(host, port)
-    bound: dict[str, list[socket.socket]] = {}
-    for kind, count in (("worker", workers), ("ps", servers)):
-        bound[kind] = [undo.enter_context(_bound(own)) for _ in range(count)]
+    bound = {
+        kind: [undo.enter_context(_bound(own)) for _ in range(count)]
+        for kind, count in counts.items()
+    }
     named = Host(name=own).in_address
     mine = {
         kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
         for kind, some in bound.items()
     }
-    for sock in bound["worker"] if options.only_looks else ():
-        sock.listen()  # before the others know of it, and look
     facts = None
     if options.only_looks:
+        for sock in bound["worker"]:
+            sock.listen()  # before the others know of it, and look
         facts = probe.facts(os.getcwd(), [])
         # Each launcher runs its own part of the job, in a folder of its own.
         del facts["working folder"]
@@ -313,9 +140,8 @@ def _meet(
 
 def _own_address(host: str, port: int) -> str:
     """Return this host's address, as the rendezvous's host reaches it."""
-    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
-        0
-    ]
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, target = found[0]
     with socket.socket(family, kind) as sock:
         sock.connect(target)  # sends nothing
         return str(sock.getsockname()[0])
@@ -323,18 +149,49 @@ def _own_address(host: str, port: int) -> str:
 
 def _bound(host: str) -> socket.socket:
     """Return a socket that is bound to a free port, and doesn't listen."""
-    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[
-        0
-    ]
-    sock = socket.socket(family, kind)
-    try:
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    family, kind, _, _, address = found[0]
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(family, kind))
         sock.bind(address)
         # Not before: ports would be shared.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    except BaseException:
-        sock.close()
-        raise
+        undo.pop_all()
     return sock
+
+
+@dataclass
+class _OtherLauncher:
+    """A launcher that has connected to this one.
+
+    Attributes:
+        rank: Its number, negative if it hasn't any yet.
+        connection: The connection.
+        hello: What it has sent.
+    """
+
+    rank: int
+    connection: Connection
+    hello: dict[str, Any]
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of its tasks."""
+        return [text for some in self.hello["tasks"].values() for text in some]
+
+    def __str__(self) -> str:
+        """Return its name in messages."""
+        addresses = self.addresses
+        where = split_address(addresses[0])[0] if addresses else "without tasks"
+        return f"{'a host' if self.rank < 0 else f'host {self.rank}'} ({where})"
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has gone; it sends nothing while it waits."""
+        try:
+            return bool(select.select([self.connection.sock], [], [], 0)[0])
+        except (OSError, ValueError):
+            return True
 
 
 def _collect(
@@ -342,23 +199,19 @@ def _collect(
 ) -> dict[str, Any]:
     """Wait for the others at the rendezvous, and send them the list."""
     waiting = _LauncherWait(options)
-    named: dict[int, tuple[Connection, dict[str, Any]]] = {}
-    unnamed: list[tuple[Connection, dict[str, Any]]] = []
+    others: list[_OtherLauncher] = []
     refused: list[str] = []
 
     def look() -> Sight:
-        here = [f"host {rank} ({_where(each)})" for rank, each in named.copy().items()]
-        here += [f"a host ({_where(each)})" for each in unnamed.copy()]
+        here = sorted(others, key=lambda each: each.rank < 0)
         number = options.count - 1 - len(here)
         missing = [Absent(f"{number} of {options.count} hosts", "")] if number else []
         last = listener.refusals()[-1:]
-        return Sight(missing, ", ".join(["host 0", *here]), "".join(last))
+        return Sight(missing, ", ".join(["host 0", *map(str, here)]), "".join(last))
 
     def drop_those_that_left() -> None:
         # One that was killed while it waited may come again, to its place.
-        for rank in [r for r, (each, _) in named.items() if _has_left(each)]:
-            del named[rank]
-        unnamed[:] = [each for each in unnamed if not _has_left(each[0])]
+        others[:] = [each for each in others if not each.has_left]
 
     with contextlib.ExitStack() as undo:
         listener = Listener.acquire(options.rendezvous, secret, float(options.seconds))
@@ -367,61 +220,44 @@ def _collect(
         undo.enter_context(waiting.notice("host 0", look, goal=options.rendezvous))
         while True:
             drop_those_that_left()
-            if len(named) + len(unnamed) == options.count - 1:
+            if len(others) == options.count - 1:
                 break
             if options.only_looks and not waiting.rest:
                 break
-            waiting.check(
-                f"{len(named) + len(unnamed) + 1} of {options.count} hosts are here"
-            )
+            waiting.check(f"{len(others) + 1} of {options.count} hosts are here")
             arrived = listener.pending.take_any(_SESSION, _PURPOSE, AGAIN_SECONDS)
             # One that arrives may have been killed, and started again, in that time.
             drop_those_that_left()
             for rank, connection, hello in arrived:
                 undo.callback(connection.close)
-                here = [mine, *(each[1] for each in (*named.values(), *unnamed))]
-                lists = [each for some in here for each in some["tasks"].values()]
-                fault = _fault(options, rank, hello, named, lists)
+                fault = _fault(options, rank, hello, mine, others)
                 if fault:
                     refused.append(fault)
                     if not options.only_looks:
                         print_line(f"a host was refused: {fault}", logging.WARNING)
                     _reply(connection, {"fault": fault})
-                elif rank < 0:
-                    unnamed.append((connection, hello))
                 else:
-                    named[rank] = connection, hello
-        free = (i for i in range(1, options.count) if i not in named)
-        named.update(zip(free, unnamed, strict=not options.only_looks))
-        hellos = {0: mine, **{rank: named[rank][1] for rank in sorted(named)}}
-        parts = [hello["tasks"] for hello in hellos.values()]
+                    others.append(_OtherLauncher(rank, connection, hello))
+        free = {*range(1, options.count)} - {each.rank for each in others}
+        numbers = iter(sorted(free))
+        for each in others:
+            each.rank = next(numbers) if each.rank < 0 else each.rank
+        others.sort(key=lambda each: each.rank)
+        parts = [mine["tasks"], *(each.hello["tasks"] for each in others)]
         cluster = {
-            kind: [address for part in parts for address in part[kind]]
+            kind: addresses
             for kind in ("worker", "ps")
+            if (addresses := [text for part in parts for text in part[kind]])
+            or kind == "worker"
         }
-        if not cluster["ps"]:
-            del cluster["ps"]
         found: dict[str, Any] = {"cluster": cluster, "first": _counts([])}
         if options.only_looks:
-            found["facts"] = {rank: hello["facts"] for rank, hello in hellos.items()}
+            facts = {each.rank: each.hello["facts"] for each in others}
+            found["facts"] = {0: mine["facts"], **facts}
             found["refused"] = [*listener.refusals(), *refused]
-        for index, rank in enumerate(sorted(named), 1):
-            _reply(named[rank][0], {**found, "first": _counts(parts[:index])})
+        for index, each in enumerate(others, 1):
+            _reply(each.connection, {**found, "first": _counts(parts[:index])})
         return found
-
-
-def _has_left(connection: Connection) -> bool:
-    """Return whether a launcher has gone, which sends nothing while it waits."""
-    try:
-        return bool(select.select([connection.sock], [], [], 0)[0])
-    except (OSError, ValueError):
-        return True
-
-
-def _where(host: tuple[Connection, dict[str, Any]]) -> str:
-    """Return the address of a host that has connected."""
-    addresses = [text for some in host[1]["tasks"].values() for text in some]
-    return split_address(addresses[0])[0] if addresses else "without tasks"
 
 
 def _counts(parts: Sequence[dict[str, list[str]]]) -> dict[str, int]:
@@ -432,8 +268,8 @@ def _fault(
     options: NodeOptions,
     rank: int,
     hello: dict[str, Any],
-    ranks: Container[int],
-    named: Sequence[list[str]],
+    mine: dict[str, Any],
+    others: Sequence[_OtherLauncher],
 ) -> str:
     """Return why a launcher can't take part; empty if it can.
 
@@ -441,8 +277,8 @@ def _fault(
         options: Those of this launcher.
         rank: The other's, negative if it hasn't any.
         hello: What the other has sent.
-        ranks: Those that have arrived.
-        named: The addresses of the tasks of all that are here.
+        mine: What this one would send.
+        others: Those that have arrived before.
     """
     if hello.get("count") != options.count:
         return (
@@ -455,7 +291,8 @@ def _fault(
             "one of `kerasdist run` and `kerasdist doctor` was started on it, and the "
             "other on the host of the rendezvous"
         )
-    if rank == 0 or rank >= options.count or rank in ranks:
+    taken = {0, *(each.rank for each in others if each.rank >= 0)}
+    if rank in taken or rank >= options.count:
         return f"there is a host with --node-rank {rank} already"
     tasks = hello.get("tasks")
     if not isinstance(tasks, dict) or not all(
@@ -473,8 +310,9 @@ def _fault(
         fault = address_fault(address)
         if fault is not None:
             return f"an address of a task {fault} (received: {address!r})"
-    others = [text for each in named for text in each]
-    if len({*addresses, *others}) < len(addresses) + len(others):
+    named = [text for some in mine["tasks"].values() for text in some]
+    named += [text for each in others for text in each.addresses]
+    if len({*addresses, *named}) < len(addresses) + len(named):
         return "it names an address that another task has"
     return ""
 
@@ -511,7 +349,20 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
                 )
                 with connection:
                     connected.set()
-                    return _await_list(connection, waiting)
+                    seconds = waiting.rest
+                    if options.only_looks:
+                        # Host 0 goes on without others at the end of its own time,
+                        # which began earlier than the connection.
+                        seconds = options.seconds + _REPLY_SECONDS
+                    try:
+                        _, value = connection.read_json(Deadline(seconds))
+                    except TimeoutError as error:
+                        raise waiting.error("other hosts aren't here") from error
+                    if "fault" in value:
+                        raise RendezvousError(
+                            f"host 0 has refused this one: {value['fault']}"
+                        )
+                    return dict(value)
             except (AuthenticationError, ProtocolError) as error:
                 raise RendezvousError(
                     f"the process at {options.rendezvous} isn't the launcher of this "
@@ -524,35 +375,18 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
             time.sleep(AGAIN_SECONDS)
 
 
-def _await_list(connection: Connection, waiting: _LauncherWait) -> dict[str, Any]:
-    try:
-        _, value = connection.read_json(Deadline(waiting.for_list()))
-    except TimeoutError as error:
-        raise waiting.error("other hosts aren't here") from error
-    if "fault" in value:
-        raise RendezvousError(f"host 0 has refused this one: {value['fault']}")
-    return value
-
-
 class _LauncherWait:
     """The time that a launcher waits."""
 
     def __init__(self, options: NodeOptions) -> None:
         self._options = options
         self._deadline = Deadline(float(options.seconds))
+        self._command = f"Start the same command on all {options.count} hosts"
 
     @property
     def rest(self) -> float:
         """Seconds that are left."""
         return self._deadline.remaining()
-
-    def for_list(self) -> float:
-        """Return for how many seconds host 0, which was there, may wait for others."""
-        if self._options.only_looks:
-            # It goes on without them at the end of its own time, which began earlier
-            # than the connection.
-            return self._options.seconds + _REPLY_SECONDS
-        return self.rest
 
     def notice(
         self, me: str, look: Callable[[], Sight], goal: str = ""
@@ -564,7 +398,7 @@ class _LauncherWait:
             self._deadline,
             goal=goal,
             option="--start-timeout",
-            hint=f"Start the same command on all {self._options.count} hosts.",
+            hint=f"{self._command}.",
             logger=LOGGER if self._options.only_looks else LOGGER.getChild("run"),
         )
 
@@ -575,7 +409,7 @@ class _LauncherWait:
 
     def error(self, what: str) -> RendezvousError:
         """Return the error at the end of the time."""
+        seconds = self._options.seconds
         return RendezvousError(
-            f"{what}, after {self._options.seconds} s (--start-timeout). Start the "
-            f"same command on all {self._options.count} hosts"
+            f"{what}, after {seconds} s (--start-timeout). {self._command}"
         )

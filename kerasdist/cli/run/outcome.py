@@ -32,6 +32,13 @@ A killed worker was preempted: such jobs are made for that, and nothing has to b
 mended. An error of its own is the script's: otherwise a missing file on three workers
 of four would be a success with a quarter of the data, invisible in the exit code. And
 without the chief, the files that it alone writes are missing, the model above all.
+
+An elastic job. A worker that ends with a failure is lost, and the others go on. So is a
+server, if another one is left. The job succeeds if at least one worker finishes. If
+none does, it ends as other jobs do, with the first cause. SIGTERM to a worker is a
+request to leave, so that one isn't started again; if the last one was asked, the exit
+code is that of SIGTERM. Which worker is the chief, the members of each epoch report on
+the launcher's pipe.
 """
 
 from __future__ import annotations
@@ -44,10 +51,11 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
-from kerasdist.cli.run.output import end_of, last_traceback
+from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
+from kerasdist.cli.run.output import JobOutput, end_of, last_traceback
 from kerasdist.cli.run.processes import ENDING_SIGNALS
-from kerasdist.cli.run.spawn import Started
-from kerasdist.cli.run.task_processes import JobSpec, TaskProcess
+from kerasdist.cli.run.spawn import JobPorts, Started
+from kerasdist.transport.liveness.failure_protocol import EndedTaskList
 from kerasdist.transport.liveness.launcher_pipe import (
     LauncherPipe,
     Members,
@@ -60,6 +68,7 @@ from kerasdist.transport.liveness.launcher_pipe import (
 # Sent by a user, a batch system or an administrator. A signal that a process sends
 # itself when it crashes (SIGSEGV, SIGABRT) is an error of its own.
 _FROM_OUTSIDE = (signal.SIGKILL, *ENDING_SIGNALS)
+_SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
 
 
 def how(task: Started) -> str:
@@ -113,19 +122,46 @@ def in_words(code: int) -> str:
     """Describe how a process with this code (negative for a signal) ended."""
     if code >= 0:
         return f"failed with exit code {code}"
-    try:
-        name = f"{signal.Signals(-code).name} ({-code})"
-    except ValueError:
-        name = str(-code)
+    name = f"{_SIGNAL_NAMES[-code]} ({-code})" if -code in _SIGNAL_NAMES else f"{-code}"
     hint = ""
     if -code == signal.SIGKILL:
         hint = ", sent by another process, or by the system when memory ran out"
     return f"was ended by signal {name}{hint}"
 
 
+def _has_left(worker: Started) -> bool:
+    """Return whether a worker has ended because it was sent SIGTERM."""
+    return worker.code == -signal.SIGTERM and not worker.ended_by_us
+
+
+def _how_lost(task: Started) -> str:
+    """Return how a lost task of an elastic job ended, in a word or two."""
+    code = task.code or 0
+    if task.ended_by_us:
+        return "ended by the launcher"
+    if code >= 0:
+        return f"exit code {code}"
+    return _SIGNAL_NAMES.get(-code, f"signal {-code}")
+
+
 # Seconds that the process of a worker that the servers have lost may take to end, so
 # that its exit code is printed with the loss.
 _LET_IT_END = 1.0
+
+# Seconds before a lost worker of an elastic job is started again.
+FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
+
+
+def pause_before_restart(incarnation: int) -> float:
+    """Return the seconds before a worker is started again.
+
+    A worker that ends soon after each start must not keep the machine busy.
+
+    Args:
+        incarnation: How many times it was started again before.
+    """
+    return min(FIRST_PAUSE * 2 ** min(incarnation, 10), _LONGEST_PAUSE)
 
 
 class JobOutcome:
@@ -133,22 +169,38 @@ class JobOutcome:
 
     Args:
         job: The job's specification.
-        tasks: Its tasks; the list may be filled later.
+        tasks: Its tasks; the list may be filled later, and a task that is started
+            again takes the place of the one that ended.
+        ports: The ports of its tasks.
+        output: Shows its output.
 
     Attributes:
         tasks: The tasks.
         pipe: The pipe on which the tasks report.
+        ended: The tasks of an elastic job that have ended, where workers look for those
+            that won't connect; None in other jobs.
         failed_at: When a task failed without which the job can't continue (monotonic);
             None: none has.
         over: Whether the job is being ended: then nothing is a loss any more.
     """
 
-    def __init__(self, job: JobSpec, tasks: Sequence[Started]) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        tasks: Sequence[Started],
+        ports: JobPorts,
+        output: JobOutput,
+    ) -> None:
         self.pipe = LauncherPipe()
+        self.ended: EndedTaskList | None = None
+        if job.elastic is not None:
+            self.ended = EndedTaskList(job.elastic.max_workers)
         self.failed_at: float | None = None
         self.over = False
-        self._job = job
         self.tasks = tasks
+        self._job = job
+        self._ports = ports
+        self._output = output
         self._reports: list[Report] = []
         # Servers whose job continues without lost workers, until one reports that it
         # doesn't.
@@ -156,40 +208,58 @@ class JobOutcome:
         self._can_lose = True
         # Seconds that the workers wait for a lost server; 0: not at all.
         self._patience = 0.0
+        # Of an elastic job: the latest epoch that was reported, by job, and its
+        # members' ranks.
+        self._epochs: dict[str, int] = {}
+        self._members: tuple[int, ...] = ()
+        self._pauses: list[float] = []
+        # Each process that was lost, in order, and when some are started again.
+        self._losses: list[Started] = []
+        self._restart_at: dict[Started, float] = {}
+        self._restarts = 0
 
     @property
     def environ(self) -> dict[str, str]:
         """The variables that name what tasks inherit."""
-        return self.pipe.environ
+        return {**self.pipe.environ, **(self.ended.environ if self.ended else {})}
 
     @property
     def inherited(self) -> tuple[int, ...]:
         """The descriptors that tasks inherit."""
-        return (self.pipe.writing,)
+        return (self.pipe.writing, *([self.ended.fileno()] if self.ended else []))
 
     def task(self, kind: str, index: int | None) -> Started | None:
         """Return a task by its kind and index; None if there is none."""
-        for each in self.tasks:
-            if (each.task.kind, each.task.index) == (kind, index):
-                return each
-        return None
+        named = {(each.task.kind, each.task.index): each for each in self.tasks}
+        return named.get((kind, index)) if index is not None else None
+
+    @property
+    def workers(self) -> list[Started]:
+        """The tasks that are workers, by rank."""
+        return [each for each in self.tasks if not each.task.is_server]
+
+    @property
+    def _finished(self) -> list[Started]:
+        return [each for each in self.workers if each.code == 0]
+
+    @property
+    def _running(self) -> list[Started]:
+        return [each for each in self.workers if each.code is None]
 
     # What processes report.
 
     def read(self) -> None:
         """Read the reports that have arrived, without waiting, and print new losses."""
-        for each in self.pipe.read():
-            self.take(each)
+        for record in self.pipe.read():
+            if isinstance(record, Report):
+                self._take_report(record)
+            elif isinstance(record, Notice):
+                self._take_notice(record)
+            elif self._job.elastic is not None:
+                self._take_members(record)
         for seconds, worker in self._unprinted():
             if not seconds:
                 self._lose(worker)
-
-    def take(self, record: Report | Notice | Members) -> None:
-        """Take a record that has arrived on the pipe; `Members` change nothing here."""
-        if isinstance(record, Report):
-            self._take_report(record)
-        elif isinstance(record, Notice):
-            self._take_notice(record)
 
     def _take_report(self, report: Report) -> None:
         worker = self.task("worker", report.rank)
@@ -211,25 +281,41 @@ class JobOutcome:
             server = self.task("ps", notice.server)
             if server is not None:
                 server.gave_up = True
-        else:
-            worker = self.task("worker", notice.rank)
-            if worker is not None:
-                self._take_event(worker, notice)
+        elif (worker := self.task("worker", notice.rank)) is not None:
+            self._take_event(worker, notice)
 
     def _take_event(self, worker: Started, notice: Notice) -> None:
-        if notice.kind == "lost":
+        lost = notice.kind == "lost"
+        if lost:
             worker.missed_by[notice.server] = time.monotonic()
         else:
             worker.missed_by.pop(notice.server, None)
         if notice.server != 0:  # the others report the same, sooner or later
             return
-        worker.reason = notice.reason if notice.kind == "lost" else ""
-        if notice.kind == "lost":
+        worker.reason = notice.reason if lost else ""
+        if lost:
             worker.lost = worker.lost and not worker.replaced
             worker.replaced = False
         elif notice.kind in ("joined", "returned") and worker.lost:
             worker.replaced = True
             print_line_soon(f"{worker.task} joined again")
+
+    def _take_members(self, members: Members) -> None:
+        # All members report the same epoch, and late ones an earlier one.
+        if members.epoch <= self._epochs.get(members.job, -1):
+            return
+        self._epochs[members.job] = members.epoch
+        self._members = members.ranks if members.complete else ()
+        if members.pause > 0:
+            self._pauses.append(members.pause)
+        chief = members.ranks[0]
+        if chief != self._output.chief and self.task("worker", chief) is not None:
+            # First: who reads the line may cause the output that it announces.
+            self._output.show(chief)
+            print_line_soon(
+                f"rank {chief} is the chief from step {members.step} on: its output is "
+                "shown from here"
+            )
 
     @property
     def continues(self) -> bool:
@@ -248,26 +334,27 @@ class JobOutcome:
             return None
         # Later reports may name a rank that failed because of this one.
         first = self._of_last_job[0]
-        if first.blames is None:
-            return self.task("ps", first.server)
-        return self.task("worker", first.blames)
-
-    def _follows(self, task: Started) -> bool:
-        """Return whether a task reported that it failed because of another one."""
-        return task.gave_up or any(
-            report.names_another and self.task("worker", report.rank) is task
-            for report in self._of_last_job
-        )
+        kind = "ps" if first.blames is None else "worker"
+        return self.task(kind, first.server if kind == "ps" else first.blames)
 
     # Losses, while the job continues.
 
     def fails_with(self, task: Started) -> bool:
         """Return whether the job fails now, because this task has ended."""
-        if task.code == 0 or task.ended_by_us or self.failed_at is not None:
+        elastic = self._job.elastic is not None
+        if task.ended_by_us or self.failed_at is not None or (elastic and self.over):
+            return False
+        if task.code == 0:
+            if elastic and not task.task.is_server:
+                # The job is done: a new worker would find no other.
+                for each in (*self._restart_at, task):
+                    self._mark(each, ended=True)
+                self._restart_at.clear()
             return False
         # Reports that it sent before it ended are in the pipe.
         self.read()
-        if self._continues_without(task):
+        goes_on = self._members_continue if elastic else self._continues_without
+        if goes_on(task):
             return False
         self.failed_at = time.monotonic()
         return True
@@ -293,9 +380,98 @@ class JobOutcome:
         if worker.code:
             detail = f" ({why})" if worker.code > 0 and why else ""
             why = f"it {in_words(worker.code)}{detail}"
-        others = any(each.code is None and not each.lost for each in self.workers)
+        others = any(not each.lost for each in self._running)
         rest = "; the others go on" if others else ""
         print_line_soon(f"{worker.task} was lost: {why}{rest}", logging.WARNING)
+
+    def _members_continue(self, task: Started) -> bool:
+        """Return whether an elastic job continues without a task; print its loss."""
+        self._losses.append(task)
+        is_server = task.task.is_server
+        if not is_server and task.task.index == self._output.chief:
+            self._output.chief_ended()
+        left = self._running
+        if is_server:
+            left = [each for each in self.tasks if each.task.is_server]
+            left = [e for e in left if e.code is None and not e.ended_by_us]
+        line = f"{task.task} ({self._ports.address(task.task)}) "
+        line += in_words(task.code or 0)
+        final = None if is_server else task.final_error
+        if final is not None and final.consequence:
+            line += ", because another task was lost"
+        elif left and self._running:
+            line += "; the others go on"
+        if not is_server:
+            line += self._schedule_restart(task)
+        print_line_soon(line, logging.WARNING)
+        if not is_server and self._restart_at and not (self._finished or left):
+            # The workers that are started again begin a job of their own.
+            self._epochs.clear()
+            self._members = ()
+            self._output.show(0)
+            return True
+        return bool(self._finished or left)
+
+    # Restarts and growth of an elastic job.
+
+    def _mark(self, worker: Started, *, ended: bool) -> None:
+        if self.ended is not None:
+            self.ended.mark(worker.task.index, ended=ended)
+
+    def _schedule_restart(self, worker: Started) -> str:
+        """Let a lost worker be started again, if it may; return the words about it."""
+        most = self._job.elastic.restarts if self._job.elastic else 0
+        leaves = _has_left(worker)
+        again = not leaves and not self._finished and self._restarts < most
+        self._mark(worker, ended=not again)
+        if not again:
+            return "; it isn't started again" if leaves and most else ""
+        self._restarts += 1
+        pause = pause_before_restart(worker.incarnation)
+        self._restart_at[worker] = time.monotonic() + pause
+        count = f"restart {self._restarts} of {most}"
+        return f"; it is started again in {pause:g} s ({count})"
+
+    @property
+    def restart_pending(self) -> bool:
+        """Whether a task is still to be started again."""
+        return bool(self._restart_at) and not self.over
+
+    def take_restarts(self) -> list[Started]:
+        """Return the ended tasks that are to be started again now, each once."""
+        now = time.monotonic()
+        due = [each for each, at in self._restart_at.items() if at <= now]
+        due = [] if self.over else due
+        for worker in due:
+            del self._restart_at[worker]
+        return due
+
+    def take_growth(self) -> TaskProcess | Started | None:
+        """Return a task that hasn't been started, or else one that was lost.
+
+        Returns:
+            None if there is none, or the job is ending; then a line reports that.
+        """
+        most = self._job.elastic.max_workers if self._job.elastic else 0
+        started = self.workers
+        lost = [each for each in self._losses if each in started]
+        if self.over or self._finished or self.failed_at is not None:
+            print_line_soon("no worker is added: the job is ending")
+        elif len(started) < most:
+            found = TaskProcess(kind="worker", index=len(started))
+            line = f"{found} ({self._ports.address(found)}) is added"
+            print_line_soon(f"{line}: {len(started) + 1} of {most} workers")
+            return found
+        elif lost:
+            self._restart_at.pop(lost[0], None)
+            self._mark(lost[0], ended=False)
+            print_line_soon(f"{lost[0].task} is started again")
+            return lost[0]
+        else:
+            print_line_soon(f"no worker is added: all {most} run (--max-workers)")
+        return None
+
+    # What the supervisor waits for.
 
     def _unprinted(self) -> list[tuple[float, Started]]:
         """Return the workers whose loss is to be printed, and in how many seconds."""
@@ -308,42 +484,45 @@ class JobOutcome:
             if 0 in each.missed_by and not each.lost
         ]
 
-    @property
-    def restart_pending(self) -> bool:
-        """Whether a task is still to be started again: in elastic jobs only."""
-        return False
-
-    def take_restarts(self) -> list[Started]:
-        """Return the ended tasks that are to be started again now."""
-        return []
-
-    def take_growth(self) -> TaskProcess | Started | None:
-        """Return the task that is to be added, or started again: in elastic jobs."""
-        return None
-
     def next_in(self) -> float | None:
-        """Return the seconds until the next loss is to be printed; None if none is."""
-        return min((seconds for seconds, _ in self._unprinted()), default=None)
+        """Return the seconds until the next loss is printed, or the next restart."""
+        if self.over:
+            return None
+        now = time.monotonic()
+        seconds = [each for each, _ in self._unprinted()]
+        seconds += [max(0.0, at - now) for at in self._restart_at.values()]
+        return min(seconds, default=None)
 
     @property
     def only_lost_workers_running(self) -> bool:
-        """Whether the servers have ended, and only lost workers still run."""
-        running = [each for each in self.tasks if each.code is None]
+        """Whether all that are needed have ended, and only lost workers still run.
+
+        Needed are the servers, or in an elastic job the members of its last epoch.
+        """
+        if self._job.elastic is not None:
+            running = {each.task.index for each in self._running}
+            ended = self._members and self._finished
+            return bool(running and ended and running.isdisjoint(self._members))
         return any(each.task.is_server for each in self.tasks) and all(
-            each.lost and not each.task.is_server for each in running
+            each.lost and not each.task.is_server
+            for each in self.tasks
+            if each.code is None
         )
 
     @property
     def only_servers_running(self) -> bool:
-        """Whether only servers run that wait for workers: in elastic jobs only."""
-        return False
+        """Whether all workers of an elastic job have ended for good, and servers run.
+
+        They wait for workers; other jobs' servers end by themselves.
+        """
+        return (
+            self._job.elastic is not None
+            and any(each.code is None for each in self.tasks)
+            and not self._running
+            and not self.restart_pending
+        )
 
     # The end.
-
-    @property
-    def workers(self) -> list[Started]:
-        """The tasks that are workers, by rank."""
-        return [each for each in self.tasks if not each.task.is_server]
 
     def report(self, ended_by: int | None, *, launcher_lost: bool) -> int:
         """Print how the job ended; return the exit code.
@@ -353,11 +532,28 @@ class JobOutcome:
             launcher_lost: Whether it was ended because the launcher had ended.
         """
         if ended_by is not None:
-            name = signal.Signals(ended_by).name
+            name = _SIGNAL_NAMES[ended_by]
             print_line(f"ended by {name}; all {self._job.kinds} are ended")
             return exit_code(-ended_by)
         if launcher_lost:
             return exit_code(-signal.SIGKILL)
+        if self._job.elastic is None:
+            return self._report_failure()
+        # The last workers were asked to leave: that is the cause of the end.
+        asked = bool(self._losses) and not self._finished
+        asked = asked and _has_left(self._losses[-1])
+        if not asked and (not self._finished or self.failed_at is not None):
+            code = self._report_failure()
+        else:
+            code = exit_code(-signal.SIGTERM) if asked else 0
+            for worker in filter(is_own_error, self.workers):
+                show_end(worker, with_log=False)
+        if self._losses or len(self._finished) < len(self.workers):
+            self._print_summary()
+        return code
+
+    def _report_failure(self) -> int:
+        """Print which task failed first, if any; return the exit code."""
         lost = [each for each in self.workers if each.lost and not each.replaced]
         if self.failed_at is None and lost and len(lost) < len(self.workers):
             return self._finished_without(lost)
@@ -384,7 +580,7 @@ class JobOutcome:
                 "may be missing, so this is no success",
                 logging.ERROR,
             )
-        own = next((each for each in lost if is_own_error(each)), None)
+        own = next(filter(is_own_error, lost), None)
         if own is not None:
             print_line(f"{how(own)} by itself: this is no success", logging.ERROR)
             if not own.task.is_chief:
@@ -409,11 +605,14 @@ class JobOutcome:
     def first_failure(self) -> Started | None:
         """Return the one of `failures` that caused the others; None: there is none."""
         cause = self.cause
-        return min(
-            self.failures(),
-            key=lambda task: (task is not cause, self._follows(task), failed_at(task)),
-            default=None,
-        )
+        # Ranks that reported that they failed because of another task.
+        follow = {each.rank for each in self._of_last_job if each.names_another}
+
+        def order(task: Started) -> tuple[bool, bool, int]:
+            follows = not task.task.is_server and task.task.index in follow
+            return task is not cause, task.gave_up or follows, failed_at(task)
+
+        return min(self.failures(), key=order, default=None)
 
     def _show_first(self, first: Started) -> None:
         alone = len(self.tasks) == 1
@@ -460,3 +659,35 @@ class JobOutcome:
         if final is not None and final.consequence:
             begin += f": {final.message.splitlines()[0]}"
         print_line(begin, logging.ERROR)
+
+    def _print_summary(self) -> None:
+        # Also a worker that the launcher had to end, for instance a frozen one.
+        not_finished = [each for each in self.workers if each.code != 0]
+        ends: dict[TaskProcess, list[str]] = {}
+        left = []
+        for each in dict.fromkeys([*self._losses, *not_finished]):
+            if _has_left(each):
+                left.append(each.task.index)
+            else:
+                ends.setdefault(each.task, []).append(_how_lost(each))
+        lost = sorted(ends, key=lambda task: (task.is_server, task.index))
+        again = [(each.task, each.incarnation) for each in self.workers]
+        named = {
+            "finished": [str(each.task) for each in self._finished],
+            "left": [f"rank {rank}" for rank in sorted(left)],
+            "lost": [f"{task} ({', '.join(ends[task])})" for task in lost],
+            "added": [str(task) for task, _ in again if task.index >= self._job.size],
+            "started again": [
+                f"{task} ({'once' if count == 1 else f'{count} times'})"
+                for task, count in again
+                if count
+            ],
+        }
+        text = "; ".join(
+            f"{name}: {', '.join(them) or 'none'}"
+            for name, them in named.items()
+            if them or name == "finished"
+        )
+        if self._pauses:
+            text += f"; pauses: {len(self._pauses)}, {sum(self._pauses):.2f} s in all"
+        print_line(text)

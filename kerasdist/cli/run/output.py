@@ -12,84 +12,17 @@ import termios
 import threading
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
+from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
 from kerasdist.transport.liveness.launcher_pipe import stderr_environ
 
 # The lines of TensorFlow's start that its log level doesn't silence, taken out.
 #
 # Each is known by its source file and its words. Any other line is shown, errors of a
 # GPU among them.
-
-# The chief's standard error, while TensorFlow starts.
-#
-#     chief ── pipe, or terminal of its own ── pump, without the lines of the start ── 2
-#       └───── the launcher's own standard error, from its first strategy on
-#
-# The chief takes the launcher's standard error when its first strategy has been created
-# (`transport.liveness.launcher_pipe`). From then on nothing stands between its lines
-# and the user: bars that are redrawn, and the order of output and errors, are as
-# without a launcher. A process that doesn't create a strategy keeps the way through the
-# pump.
-
-_WINDOW_BYTES = 8
-
-
-class ChiefErrors:
-    """Copies what the chief writes to its standard error at the start.
-
-    Args:
-        environ: The chief's environment.
-    """
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self._pump = OutputPump(2)
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[tuple[int, int, dict[str, str]]]:
-        """Open the chief's standard error; the launcher's copies close with the block.
-
-        Yields:
-            Its descriptor, the further one that the chief inherits, and the variables
-            that tell the chief about both.
-
-        Raises:
-            OSError: There are too few descriptors.
-        """
-        with contextlib.ExitStack() as undo:
-            reading, writing = _terminal() if os.isatty(2) else os.pipe()
-            undo.callback(os.close, writing)
-            source: IO[bytes] = os.fdopen(reading, "rb", buffering=0)
-            with contextlib.ExitStack() as failed:
-                failed.callback(source.close)
-                real = os.dup(2)
-                undo.callback(os.close, real)
-                yield writing, real, stderr_environ(real, writing)
-                failed.pop_all()
-            self._pump.add(StartUpLines(self._environ), source)
-            self._pump.start()
-
-    def finish(self, seconds: float) -> None:
-        """Copy the rest, for at most `seconds`."""
-        self._pump.finish(seconds)
-
-
-def _terminal() -> tuple[int, int]:
-    """Return a terminal that is like the launcher's, and passes all as it is."""
-    reading, writing = os.openpty()
-    try:
-        tty.setraw(writing)
-        size = fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(_WINDOW_BYTES))
-        fcntl.ioctl(writing, termios.TIOCSWINSZ, size)
-    except (OSError, termios.error):
-        os.close(reading)
-        os.close(writing)
-        return os.pipe()
-    return reading, writing
-
 
 # "I0000 00:00:1795460946.405285    7881 ", "2025-01-01 12:00:00.123: I tensorflow/"
 # and more of a path.
@@ -145,16 +78,21 @@ class StartUpLines:
 
     Args:
         environ: The task's environment.
+        then: Cuts what is left; None: it passes.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], then: Lines | None = None) -> None:
+        self._then = then
         self._no_gpu = environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         self._pending = b""
         self._in_line = False
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Add output, and return what is to be shown; see `output.Lines`."""
-        del now
+        """Add output, and return what is to be shown; see `Lines`."""
+        shown = self._without_start(data)
+        return shown if self._then is None else self._then.feed(shown, now)
+
+    def _without_start(self, data: bytes) -> bytes:
         *lines, rest = (self._pending + data).split(b"\n")
         shown = b"".join(self._line(line + b"\n") for line in lines)
         self._pending = b""
@@ -167,7 +105,10 @@ class StartUpLines:
     def flush(self) -> bytes:
         """Return what was kept because it might be the begin of such a line."""
         rest, self._pending = self._pending, b""
-        return self._line(rest) if rest else b""
+        shown = self._line(rest) if rest else b""
+        if self._then is None:
+            return shown
+        return (self._then.feed(shown, 0.0) if shown else b"") + self._then.flush()
 
     def _line(self, line: bytes) -> bytes:
         begun, self._in_line = self._in_line, False
@@ -188,30 +129,6 @@ class StartUpLines:
         return _DATED.match(rest) is not None or any(
             rest.startswith(start) or start.startswith(rest) for start in _STARTS
         )
-
-
-class QuietLines:
-    """Cuts a task's output as others do, without the lines of TensorFlow's start.
-
-    Args:
-        parts: What the output passes, the first one first.
-    """
-
-    def __init__(self, *parts: Lines) -> None:
-        self._parts: Sequence[Lines] = parts
-
-    def feed(self, data: bytes, now: float) -> bytes:
-        """See `output.Lines`."""
-        for part in self._parts:
-            data = part.feed(data, now)
-        return data
-
-    def flush(self) -> bytes:
-        """See `output.Lines`."""
-        shown = b""
-        for part in self._parts:
-            shown = (part.feed(shown, 0.0) if shown else b"") + part.flush()
-        return shown
 
 
 _TAIL_BYTES = 256 * 1024
@@ -333,17 +250,106 @@ class WholeLines:
         return pending
 
 
-class Tail:
-    """The end of one rank's output, and the time of its last write."""
+# The output of an elastic job's present chief, in the place of that of rank 0.
+#
+# The first chief has the terminal. When another worker becomes the chief, its output is
+# shown from where the output of the former chief ended; until then it was only written
+# to its log, or shown with its tag.
 
-    def __init__(self) -> None:
+_MOST_KEPT = 64 * 1024
+
+
+class RoleLines:
+    """Cuts one task's output as its present role requires: see `LineTagger`.
+
+    Only the pump's thread calls its methods.
+
+    Args:
+        tag: The beginning of each line while the worker isn't the chief; None: nothing
+            is shown then.
+        is_chief: Whether it begins as the chief.
+    """
+
+    def __init__(self, tag: bytes | None, *, is_chief: bool) -> None:
+        self._tagger = None if tag is None else LineTagger(tag)
+        self._whole = WholeLines()
+        self._is_chief = is_chief
+        self._in_line = False
+        # While nothing is shown: the line that isn't finished, or, without a chief,
+        # all since then.
+        self._kept = b""
+        self._keeps_all = False
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Add output of the worker, and return what is to be shown of it."""
+        if self._is_chief:
+            return self._shown(self._whole.feed(data, now))
+        if self._tagger is not None:
+            return self._tagger.feed(data, now)
+        self._kept += data
+        if not self._keeps_all:
+            end = max(self._kept.rfind(b"\n"), self._kept.rfind(b"\r")) + 1
+            self._kept = self._kept[end:]
+        self._kept = self._kept[-_MOST_KEPT:]
+        return b""
+
+    def flush(self) -> bytes:
+        """Return what has no line end yet, if it is to be shown."""
+        if self._is_chief:
+            return self._shown(self._whole.flush())
+        return b"" if self._tagger is None else self._tagger.flush()
+
+    def keep_all(self) -> bytes:
+        """Keep what follows, for `begin`: the chief has ended."""
+        self._keeps_all = True
+        return b""
+
+    def begin(self) -> bytes:
+        """Become the chief; return what is to be shown at once."""
+        if self._is_chief:
+            return b""
+        self._is_chief = True
+        kept = self._kept if self._tagger is None else self._tagger.take()
+        self._kept = b""
+        return self._shown(self._whole.feed(kept, 0.0))
+
+    def end(self) -> bytes:
+        """Be the chief no longer; return the end of the line."""
+        if not self._is_chief:
+            self._keeps_all = False
+            return b""
+        rest = self.flush()
+        self._is_chief = self._keeps_all = False
+        return rest + (b"\n" if self._in_line else b"")
+
+    def _shown(self, data: bytes) -> bytes:
+        if data:
+            self._in_line = not data.endswith(b"\n")
+        return data
+
+
+class Tail:
+    """The end of one rank's output, and the time of its last write.
+
+    Args:
+        log: The file that gets all of the output; closed at its end.
+    """
+
+    def __init__(self, log: IO[bytes] | None) -> None:
+        self._log = log
         self._data = b""
         self._written_at = 0
 
     def add(self, data: bytes) -> None:
-        """Append `data`."""
+        """Append `data`, also to the log; close that when there is no more."""
+        if self._log is not None and not data:
+            self._log.close()
+        elif self._log is not None:
+            with contextlib.suppress(OSError):  # a full disk mustn't end the job
+                self._log.write(data)
+                self._log.flush()
         self._data = (self._data + data)[-_TAIL_BYTES:]
-        self._written_at = time.time_ns()
+        self._written_at = time.time_ns() if data else self._written_at
 
     def read(self) -> tuple[str, int]:
         """Return the text, and the time of the last write, in ns since the epoch."""
@@ -375,7 +381,7 @@ class OutputPump:
     def __init__(self, out: int) -> None:
         self._out: int | None = out
         self._selector = selectors.DefaultSelector()
-        self._calls: collections.deque[Callable[[float], bytes]] = collections.deque()
+        self._calls: collections.deque[Callable[[], bytes]] = collections.deque()
         self._wake, self._woken = os.pipe()
         os.set_blocking(self._woken, False)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
@@ -387,23 +393,21 @@ class OutputPump:
         self, lines: Lines, source: IO[bytes], log: IO[bytes] | None = None
     ) -> Tail:
         """Add a rank; the pump owns `source` and `log` from now on."""
-        tail = Tail()
+        tail = Tail(log)
         os.set_blocking(source.fileno(), False)
 
-        def register(now: float) -> bytes:
-            del now
-            data = (source, lines, tail, log)
-            self._selector.register(source, selectors.EVENT_READ, data)
+        def register() -> bytes:
+            self._selector.register(source, selectors.EVENT_READ, (source, lines, tail))
             return b""
 
         self.call(register)
         return tail
 
-    def call(self, function: Callable[[float], bytes]) -> None:
+    def call(self, function: Callable[[], bytes]) -> None:
         """Let the pump's thread call a function, and write what it returns.
 
         Args:
-            function: Is called with the monotonic time; must not wait.
+            function: Is called there; must not wait.
         """
         self._calls.append(function)
         # If the pipe is full, the thread has to look already.
@@ -434,39 +438,26 @@ class OutputPump:
                         ending = True
                         self._selector.unregister(self._wake)
                     while self._calls:
-                        self._write(self._calls.popleft()(time.monotonic()))
+                        self._write(self._calls.popleft()())
                 else:
                     self._copy(*key.data)
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._write(key.data[1].flush())
 
-    def _copy(
-        self,
-        source: IO[bytes],
-        lines: Lines,
-        tail: Tail,
-        log: IO[bytes] | None,
-    ) -> None:
+    def _copy(self, source: IO[bytes], lines: Lines, tail: Tail) -> None:
         try:
             data = os.read(source.fileno(), 65536)
         except BlockingIOError:
             return
         except OSError:  # a terminal without processes
             data = b""
-        if data:
-            tail.add(data)
-            if log is not None:
-                with contextlib.suppress(OSError):  # a full disk mustn't end the job
-                    log.write(data)
-                    log.flush()
-            self._write(lines.feed(data, time.monotonic()))
-            return
-        self._selector.unregister(source)
-        self._write(lines.flush())
-        source.close()
-        if log is not None:
-            log.close()
+        # First: what the reader of our output delays is in the log.
+        tail.add(data)
+        if not data:
+            self._selector.unregister(source)
+            source.close()
+        self._write(lines.feed(data, time.monotonic()) if data else lines.flush())
 
     def _write(self, data: bytes) -> None:
         while data and self._out is not None:
@@ -475,6 +466,112 @@ class OutputPump:
             except OSError:
                 # The reader has ended (`| head`). The workers mustn't stop for it.
                 self._out = None
+
+
+class JobOutput:
+    """Shows the output of a job: the present chief's, and others' lines with tags.
+
+    Args:
+        job: The job.
+        pump: Copies the output of its tasks; None: they write to their logs.
+
+    Attributes:
+        chief: Rank of the present chief.
+        pump: As given.
+    """
+
+    def __init__(self, job: JobSpec, pump: OutputPump | None) -> None:
+        self.chief = 0
+        self.pump = pump
+        self._job = job
+        self._errors = OutputPump(2) if job.quiet else None
+        self._lines: dict[int, RoleLines] = {}  # by rank
+
+    def lines_of(self, task: TaskProcess) -> Lines:
+        """Return what cuts the output of a task that is being started."""
+        job = self._job
+        tag = f"[{task.tag}] ".encode() if job.tagged else None
+        is_chief = not task.is_server and task.index == self.chief
+        lines = RoleLines(tag, is_chief=is_chief)
+        if not task.is_server:
+            self._lines[task.index] = lines
+        return StartUpLines(job.environ, lines) if job.quiet else lines
+
+    def _call(self, function: Callable[[], bytes]) -> None:
+        if self.pump is not None:
+            self.pump.call(function)
+
+    def chief_ended(self) -> None:
+        """Keep the others' output until one of them is the chief."""
+        for lines in self._lines.values():
+            self._call(lines.keep_all)
+
+    def show(self, rank: int) -> None:
+        """Show the output of the new chief, instead of the former one's."""
+        self.chief = rank
+        # The others' first: the former chief's may have to end a line.
+        for other, lines in self._lines.items():
+            if other != rank:
+                self._call(lines.end)
+        if rank in self._lines:
+            self._call(self._lines[rank].begin)
+
+    # The chief's standard error, while TensorFlow starts.
+    #
+    #     chief ── pipe, or terminal of its own ── pump, without lines of the start ── 2
+    #       └───── the launcher's own standard error, from its first strategy on
+    #
+    # The chief takes the launcher's standard error when its first strategy has been
+    # created (`transport.liveness.launcher_pipe`). From then on nothing stands between
+    # its lines and the user: bars that are redrawn, and the order of output and errors,
+    # are as without a launcher. A process that doesn't create a strategy keeps the way
+    # through the pump.
+
+    @contextlib.contextmanager
+    def chief_errors(self) -> Iterator[tuple[int, int, dict[str, str]] | None]:
+        """Open the chief's standard error; the launcher's copies close with the block.
+
+        Yields:
+            Its descriptor, the further one that the chief inherits, and the variables
+            that tell the chief about both; None: it writes to the launcher's.
+
+        Raises:
+            OSError: There are too few descriptors.
+        """
+        if self._errors is None:
+            yield None
+            return
+        with contextlib.ExitStack() as undo:
+            reading, writing = _terminal() if os.isatty(2) else os.pipe()
+            undo.callback(os.close, writing)
+            source: IO[bytes] = os.fdopen(reading, "rb", buffering=0)
+            with contextlib.ExitStack() as failed:
+                failed.callback(source.close)
+                real = os.dup(2)
+                undo.callback(os.close, real)
+                yield writing, real, stderr_environ(real, writing)
+                failed.pop_all()
+            self._errors.add(StartUpLines(self._job.environ), source)
+            self._errors.start()
+
+    def finish(self, seconds: float) -> None:
+        """Copy the rest of each pump's sources, for at most `seconds`."""
+        for pump in filter(None, (self.pump, self._errors)):
+            pump.finish(seconds)
+
+
+def _terminal() -> tuple[int, int]:
+    """Return a terminal that is like the launcher's, and passes all as it is."""
+    reading, writing = os.openpty()
+    try:
+        tty.setraw(writing)
+        size = fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8))
+        fcntl.ioctl(writing, termios.TIOCSWINSZ, size)
+    except (OSError, termios.error):
+        os.close(reading)
+        os.close(writing)
+        return os.pipe()
+    return reading, writing
 
 
 def last_traceback(text: str) -> str | None:

@@ -19,19 +19,8 @@ from pathlib import Path
 from typing import IO
 
 from kerasdist.cli.run import bootstrap
-from kerasdist.cli.run.hosts.places import Place
-from kerasdist.cli.run.nodes import LocalPart
-from kerasdist.cli.run.output import (
-    ChiefErrors,
-    Lines,
-    LineTagger,
-    OutputPump,
-    QuietLines,
-    StartUpLines,
-    Tail,
-    WholeLines,
-)
-from kerasdist.cli.run.task_processes import JobSpec, TaskProcess
+from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
+from kerasdist.cli.run.output import JobOutput, Tail
 from kerasdist.transport.liveness.failure_protocol import (
     ERROR_VARIABLE,
     FinalError,
@@ -42,23 +31,30 @@ from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
 
 class JobPorts:
-    """One port of this machine for each task of a job, also for those added later.
+    """One port for each task of a job, also for those added later.
+
+    The ports are new ones of this machine, unless the job is on several hosts, each of
+    which listens for its own tasks, or one of several launchers runs a part of it,
+    whose ports are kept already.
 
     Args:
         job: The job.
-        keep: Whether ports remain the job's when their tasks have ended, so that
-            `listen_again` finds them free. Connections to such a port are refused.
     """
 
-    def __init__(self, job: JobSpec, *, keep: bool = False) -> None:
+    def __init__(self, job: JobSpec) -> None:
         self._job = job
-        self._keep = keep
+        # Whether ports remain the job's when their tasks have ended, so that
+        # `listen_again` finds them free. Connections to such a port are refused.
+        elastic = job.elastic
+        self._keep = elastic is not None and (elastic.restarts > 0 or elastic.grows)
         self._addresses: dict[TaskProcess, tuple[str, int]] = {}
         self._kept = contextlib.ExitStack()
 
     @property
     def cluster(self) -> dict[str, list[str]]:
         """The addresses of all tasks, as `TF_CONFIG` has them."""
+        if self._job.part is not None:
+            return self._job.part.cluster
         cluster: dict[str, list[str]] = {}
         for task in self._job.all_tasks:
             cluster.setdefault(task.kind, []).append(self.address(task))
@@ -66,21 +62,44 @@ class JobPorts:
 
     def address(self, task: TaskProcess) -> str:
         """Return the address of a task, `"host:port"`."""
+        if self._job.part is not None:
+            return self._job.part.cluster[task.kind][task.index]
+        if self._job.hosts is not None:
+            return self._job.hosts.places[task.kind, task.index].text
         host, port = self._addresses[task]
         return f"{host}:{port}"
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[Sequence[socket.socket | None]]:
-        """Listen at a new port for each task; the sockets are closed with the block.
+        """Listen at the port of each task; the sockets are closed with the block.
+
+        Yields:
+            A socket for each task; None where its host listens.
 
         Raises:
             OSError: There are too few ports or descriptors.
         """
+        has_ports = self._job.part is not None or self._job.hosts is not None
+        listening = self.listen_again if has_ports else self._new_port
         with contextlib.ExitStack() as listeners:
-            yield [
-                listeners.enter_context(self._new_port(task))
-                for task in self._job.all_tasks
-            ]
+            tasks = self._job.all_tasks
+            yield [listeners.enter_context(listening(task)) for task in tasks]
+
+    def listen_again(
+        self, task: TaskProcess
+    ) -> contextlib.AbstractContextManager[socket.socket | None]:
+        """Listen at the port of a task that has ended; closed with the block.
+
+        Raises:
+            OSError: The port is taken, for instance by a child of the task.
+        """
+        if self._job.hosts is not None:
+            return contextlib.nullcontext()
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(self._bound(task))
+            sock.listen(1024)
+            undo.pop_all()
+        return sock
 
     def _new_port(self, task: TaskProcess) -> socket.socket:
         with contextlib.ExitStack() as undo:
@@ -100,109 +119,24 @@ class JobPorts:
         return sock
 
     def _bound(self, task: TaskProcess) -> socket.socket:
-        return _bound_again(socket.AF_INET, self._addresses[task])
-
-    @contextlib.contextmanager
-    def listen_again(self, task: TaskProcess) -> Iterator[socket.socket | None]:
-        """Listen at the port of a task that has ended; closed with the block.
-
-        Raises:
-            OSError: The port is taken, for instance by a child of the task.
-        """
-        with self._listening(task) as sock:
-            yield sock
-
-    def _listening(self, task: TaskProcess) -> socket.socket:
-        sock = self._bound(task)
-        try:
-            sock.listen(1024)
-        except OSError:
-            sock.close()
-            raise
+        """Return a second socket at an address that another one keeps for the job."""
+        family: int = socket.AF_INET
+        if self._job.part is None:
+            address: tuple[str | int, ...] = self._addresses[task]
+        else:
+            first = self._job.part.first[task.kind]
+            kept = self._job.part.bound[task.kind][task.index - first]
+            family, address = kept.family, kept.getsockname()
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(family))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            undo.pop_all()
         return sock
 
     def close(self) -> None:
         """Give the ports back."""
         self._kept.close()
-
-
-class HostPorts(JobPorts):
-    """The ports of tasks on several hosts, each of which listens for its own tasks.
-
-    Args:
-        job: The job.
-        places: The place of each task, by kind and index.
-    """
-
-    def __init__(self, job: JobSpec, places: Mapping[tuple[str, int], Place]) -> None:
-        super().__init__(job)
-        self._places = places
-
-    def address(self, task: TaskProcess) -> str:
-        """Return the address of a task, `"host:port"`."""
-        return self._places[task.kind, task.index].text
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[Sequence[None]]:
-        """Yield no socket for each task."""
-        yield [None for _ in self._job.all_tasks]
-
-    @contextlib.contextmanager
-    def listen_again(self, task: TaskProcess) -> Iterator[None]:
-        """Yield no socket."""
-        yield None
-
-
-class PartPorts(JobPorts):
-    """The ports of the tasks of one launcher of several, which are kept already.
-
-    Args:
-        job: The part of the job.
-        part: Its place in the whole one.
-    """
-
-    def __init__(self, job: JobSpec, part: LocalPart) -> None:
-        super().__init__(job)
-        self._part = part
-
-    @property
-    def cluster(self) -> dict[str, list[str]]:
-        """The addresses of all tasks, also of the other launchers'."""
-        return self._part.cluster
-
-    def address(self, task: TaskProcess) -> str:
-        """Return the address of a task, `"host:port"`."""
-        return self._part.cluster[task.kind][task.index]
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[Sequence[socket.socket]]:
-        """Listen at the ports that are kept; closed with the block.
-
-        Raises:
-            OSError: There are too few descriptors.
-        """
-        with contextlib.ExitStack() as listeners:
-            yield [
-                listeners.enter_context(self._listening(task))
-                for task in self._job.tasks
-            ]
-
-    def _bound(self, task: TaskProcess) -> socket.socket:
-        first = self._part.first[task.kind]
-        kept = self._part.bound[task.kind][task.index - first]
-        return _bound_again(kept.family, kept.getsockname())
-
-
-def _bound_again(family: int, address: tuple[str | int, ...]) -> socket.socket:
-    """Return a second socket at an address that another one keeps for the job."""
-    sock = socket.socket(family)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 # The assignment of cores to workers: pure functions, and one look at the machine.
@@ -265,12 +199,8 @@ def cores_in_order(read: Callable[[str], str] | None = None) -> list[int]:
             return 0, 0, core
         return package, physical, core
 
-    read_text = read if read is not None else _read
+    read_text = read or (lambda path: Path(path).read_text(encoding="ascii"))
     return sorted(os.sched_getaffinity(0), key=place)
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text(encoding="ascii")
 
 
 # The variables that tell a task its place, beside `TF_CONFIG`.
@@ -289,10 +219,12 @@ def place_variables(job: JobSpec, task: TaskProcess) -> dict[str, str]:
         job: The job.
         task: One of its tasks, also one that is started again.
     """
-    division = job.gpus.get(job.host_of(task))
+    host = job.host_of(task)
+    division = job.gpus.get(host)
     if task.is_server:
         return {} if division is None else division.environ(None)
-    beside = job.workers_on_host_of(task)
+    workers = [each for each in job.all_tasks if not each.is_server]
+    beside = [each for each in workers if job.host_of(each) == host]
     local = beside.index(task)
     return {
         "RANK": str(task.index),
@@ -400,11 +332,6 @@ def _hash_seed(secret: str) -> str:
     return str(int.from_bytes(digest[:4], "big"))
 
 
-def lines_of(task: TaskProcess) -> Lines:
-    """Return what cuts a task's output: only the chief's has no tag."""
-    return WholeLines() if task.is_chief else LineTagger(f"[{task.tag}] ".encode())
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
     """The settings with which tasks are started.
@@ -412,24 +339,16 @@ class Launch:
     Attributes:
         job: What to run.
         ports: The ports of its tasks.
-        group: The launcher's process group, which the chief joins.
-        secret: The job's secret.
         environ: Further variables of all tasks.
         pass_fds: Descriptors that all inherit.
-        pump: Copies the output of tasks; None: the tasks write to their logs.
-        lines_of: Returns what cuts the output of a task that the pump copies.
-        chief_errors: Copies the error output of the chief; None: it writes itself.
+        output: Shows the output of tasks.
     """
 
     job: JobSpec
     ports: JobPorts
-    group: int
-    secret: str
     environ: Mapping[str, str]
     pass_fds: tuple[int, ...]
-    pump: OutputPump | None
-    lines_of: Callable[[TaskProcess], Lines] = lines_of
-    chief_errors: ChiefErrors | None = None
+    output: JobOutput
 
     def start(self) -> list[Started]:
         """Start all tasks.
@@ -446,110 +365,98 @@ class Launch:
                 # Those of workers that may be added close again.
                 for task, server in zip(self.job.tasks, sockets, strict=False)
             ]
-        if self.pump is not None:
-            self.pump.start()
+        if self.output.pump is not None:
+            self.output.pump.start()
         return started
 
-    def add(self, task: TaskProcess) -> Started:
-        """Start a task that isn't one of the start.
+    def start_one(self, task: TaskProcess | Started) -> Started:
+        """Start a task that isn't one of the start, or one that has ended again.
+
+        The latter is started at its address, without the terminal.
 
         Raises:
             OSError: It can't be started.
         """
+        incarnation = 0
+        if isinstance(task, Started):
+            incarnation, task = task.incarnation + 1, task.task
         with self.ports.listen_again(task) as server:
-            return self._start_task(task, server, 0)
-
-    def start_again(self, ended: Started) -> Started:
-        """Start a task that has ended again, at its address, without the terminal.
-
-        Raises:
-            OSError: It can't be started.
-        """
-        with self.ports.listen_again(ended.task) as server:
-            return self._start_task(ended.task, server, ended.incarnation + 1)
+            return self._start_task(task, server, incarnation)
 
     def _start_task(
         self, task: TaskProcess, listener: socket.socket | None, incarnation: int
     ) -> Started:
-        job = self.job
+        job, pump = self.job, self.output.pump
         # Only the first process of the chief has the terminal.
         chief = task.is_chief and not incarnation
         # A server may run on any core: it waits for most of the time.
         cores: tuple[int, ...] = ()
         if job.cores and not task.is_server:
             cores = job.cores[task.index - job.first(task.kind)]
-        place = {"type": task.kind, "index": task.index}
         path = job.log(task, again=incarnation > 0)
         # The chief writes straight to the terminal, with its progress bars; to a file
         # or another program the pump writes for it, or lines would be mixed.
-        piped = self.pump is not None and (not chief or not os.isatty(1))
-        # The errors of all others are read from their logs.
-        shown = chief or self.pump is not None
-        error_file = (
-            # Not on a disk, which may be full.
-            os.fdopen(os.memfd_create("kerasdist-errors"), "w+b") if shown else None
-        )
+        piped = pump is not None and (not chief or not os.isatty(1))
         inherited = [*self.pass_fds]
-        errors = {}
-        if listener is not None:
-            inherited.append(listener.fileno())
-            errors["KERASDIST_LISTEN_FD"] = str(listener.fileno())
-        if error_file is not None:
-            inherited.append(error_file.fileno())
-            errors[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
-        result_file = None
-        if job.function is not None:
-            result_file = tempfile.TemporaryFile()  # noqa: SIM115
-            inherited += [job.function.call, result_file.fileno()]
-            errors.update(job.function.environ(result_file.fileno()))
-        mine = place_variables(job, task)
+        own = place_variables(job, task)
         environ = {
             # An outer launcher's ranks aren't those of this job.
             **{n: v for n, v in job.environ.items() if n not in RANK_VARIABLES},
-            **mine,
+            **own,
             **(thread_variables(len(cores)) if cores else {}),
-            "KERASDIST_SECRET": self.secret,
+            "KERASDIST_SECRET": job.secret,
             # The order of a `set` of strings is the same in all tasks, on all hosts and
             # after a restart.
             "PYTHONHASHSEED": job.environ.get("PYTHONHASHSEED")
-            or _hash_seed(self.secret),
+            or _hash_seed(job.secret),
             **self.environ,
-            **errors,
             "PYTHONUNBUFFERED": "1",
-            "TF_CONFIG": json.dumps({"cluster": self.ports.cluster, "task": place}),
+            "TF_CONFIG": json.dumps(
+                {
+                    "cluster": self.ports.cluster,
+                    "task": {"type": task.kind, "index": task.index},
+                }
+            ),
         }
         if job.elastic is not None:
             environ["KERASDIST_INCARNATION"] = str(incarnation)
+        if listener is not None:
+            inherited.append(listener.fileno())
+            environ["KERASDIST_LISTEN_FD"] = str(listener.fileno())
+        error_file = result_file = None
+        # The errors of all others are read from their logs.
+        if chief or pump is not None:
+            # Not on a disk, which may be full.
+            error_file = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
+            inherited.append(error_file.fileno())
+            environ[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
         arguments: Sequence[str] = job.command
         if job.function is not None:
+            result_file = tempfile.TemporaryFile()  # noqa: SIM115
+            inherited += [job.function.call, result_file.fileno()]
+            environ.update(job.function.environ(result_file.fileno()))
             # The function's modules are found by the caller's `sys.path`: until then
             # nothing of the working folder is imported.
             arguments = ["-P", *arguments]
         if job.hosts is not None:
-            terminal = None
+            window = None
             if chief and not piped and os.isatty(1):
-                terminal = os.get_terminal_size(1)
+                size = os.get_terminal_size(1)
+                window = (size.lines, size.columns)
             arguments, environ = job.hosts.command(
-                (task.kind, task.index),
-                arguments,
-                environ,
-                None if terminal is None else (terminal.columns, terminal.lines),
-                mine,
+                (task.kind, task.index), arguments, environ, window, own
             )
         command = [
             *(sys.executable, "-I", "-S", str(bootstrap.__file__)),
             str(os.getpid()),
-            str(self.group) if chief else "-",
+            str(job.group) if chief else "-",
             ",".join(map(str, cores)) or "-",
             *("--", sys.executable, *arguments),
         ]
-        log: IO[bytes] | None = None
-        if path is not None:
-            log = _opened(path, append=incarnation > 0)
+        log = None if path is None else _opened(path, append=incarnation > 0)
         with contextlib.ExitStack() as undo:
             errors_to = None if chief else subprocess.STDOUT
-            if chief and self.chief_errors is not None:
-                opened = undo.enter_context(self.chief_errors.opened())
+            if chief and (opened := undo.enter_context(self.output.chief_errors())):
                 errors_to, real, more = opened
                 inherited.append(real)
                 environ = {**environ, **more}
@@ -564,11 +471,8 @@ class Launch:
                 start_new_session=not chief,
             )
         tail = None
-        if piped and self.pump is not None and process.stdout is not None:
-            lines = self.lines_of(task)
-            if job.quiet:
-                lines = QuietLines(StartUpLines(job.environ), lines)
-            copied = self.pump.add(lines, process.stdout, log)
+        if pump is not None and process.stdout is not None:
+            copied = pump.add(self.output.lines_of(task), process.stdout, log)
             tail = None if chief else copied
         elif log is not None:
             log.close()

@@ -22,17 +22,19 @@ launcher hits it. All others have sessions of their own and no terminal.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import selectors
 import signal
+import sys
 import time
-from collections.abc import Sequence
+from types import FrameType
 
 from kerasdist.cli.console import print_line, print_line_soon
-from kerasdist.cli.run.elastic_outcome import ChiefOutput, ElasticOutcome
+from kerasdist.cli.run.job_spec import FunctionFiles, JobSpec, TaskProcess
 from kerasdist.cli.run.outcome import JobOutcome, in_words
-from kerasdist.cli.run.output import ChiefErrors, OutputPump
+from kerasdist.cli.run.output import JobOutput, OutputPump
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -44,44 +46,8 @@ from kerasdist.cli.run.processes import (
     kill_left_behind,
     signal_all,
 )
-from kerasdist.cli.run.spawn import (
-    HostPorts,
-    JobPorts,
-    Launch,
-    PartPorts,
-    Started,
-    lines_of,
-)
-from kerasdist.cli.run.task_processes import FunctionFiles, JobSpec
-
-# The report to the caller about the end of a job that ran a function.
-
-
-def send_outcome(
-    files: FunctionFiles, tasks: Sequence[Started], first: Started | None
-) -> None:
-    """Send how each task ended, and its result's file.
-
-    Args:
-        files: The job's files.
-        tasks: All tasks, which have ended.
-        first: The one that caused the job's failure, if it failed.
-    """
-    for each in tasks:
-        if each.result_file is None:
-            continue
-        code = each.code
-        ended = "was ended by the launcher" if code is None else in_words(code)
-        message = {
-            "kind": each.task.kind,
-            "index": each.task.index,
-            "code": code,
-            "ended": ended,
-            "by_launcher": each.ended_by_us,
-            "first": each is first,
-        }
-        files.send(message, each.result_file.fileno())
-
+from kerasdist.cli.run.spawn import JobPorts, Launch, Started
+from kerasdist.transport import log
 
 # Tasks that were stopped by a signal after all others ended.
 #
@@ -93,43 +59,6 @@ def send_outcome(
 # whole job for hours stops the launcher, too.
 _LOOKS = 10
 FROZEN_SECONDS = 1.0
-
-
-class FrozenTasks:
-    """Detects that all tasks of a job that still run are stopped.
-
-    Args:
-        tasks: All tasks of the job.
-    """
-
-    def __init__(self, tasks: Sequence[Started]) -> None:
-        self._tasks = tasks
-        self._launcher = os.getppid()
-        self._seen = 0
-        self._next = 0.0
-
-    @property
-    def next_in(self) -> float | None:
-        """Seconds until the next call of `found`; None if none is needed."""
-        if not self._may_be:
-            return None
-        return max(0.0, self._next - time.monotonic())
-
-    @property
-    def _may_be(self) -> bool:
-        ended = [each for each in self._tasks if each.code is not None]
-        return 0 < len(ended) < len(self._tasks)
-
-    def found(self) -> list[Started]:
-        """Return all running tasks if each has been stopped for several seconds."""
-        if not self._may_be or time.monotonic() < self._next:
-            return []
-        self._next = time.monotonic() + FROZEN_SECONDS
-        running = [each for each in self._tasks if each.code is None]
-        # After Ctrl-Z the launcher is stopped with the chief; both are resumed later.
-        stopped = all(is_stopped(each.process.pid) for each in running)
-        self._seen = self._seen + 1 if stopped and not is_stopped(self._launcher) else 0
-        return running if self._seen >= _LOOKS else []
 
 
 # When one rank fails, in seconds from then. The others first get the time to fail
@@ -155,51 +84,27 @@ class JobSupervisor:
     Args:
         job: The job to run.
         life: Reading end of the pipe that ends when the launcher does.
-        group: The launcher's process group.
-        secret: The job's secret.
     """
 
-    def __init__(self, job: JobSpec, life: int, group: int, secret: str) -> None:
+    def __init__(self, job: JobSpec, life: int) -> None:
+        self._job = job
         self._life = life
-        self._group = group
         self._tasks: list[Started] = []
-        self._frozen = FrozenTasks(self._tasks)
-        self._grace = None if job.elastic is None else job.elastic.grace
-        if job.elastic is None:
-            keep = False
-        else:
-            keep = job.elastic.restarts > 0 or job.elastic.grows
-        if job.part is not None:
-            self._ports: JobPorts = PartPorts(job, job.part)
-        elif job.hosts is None:
-            self._ports = JobPorts(job, keep=keep)
-        else:
-            self._ports = HostPorts(job, job.hosts.places)
-        if job.elastic is None:
-            self._pump = OutputPump(1) if job.tagged else None
-            self._outcome = JobOutcome(job, self._tasks)
-            lines = lines_of
-        else:
-            self._pump = OutputPump(1)
-            output = ChiefOutput(job, self._pump)
-            self._outcome = ElasticOutcome(
-                job, self._tasks, job.elastic, self._ports, output
-            )
-            lines = output.lines_of
-        self._chief_errors = ChiefErrors(job.environ) if job.quiet else None
+        ports = JobPorts(job)
+        copies = job.tagged or job.elastic is not None
+        self._output = JobOutput(job, OutputPump(1) if copies else None)
+        self._outcome = JobOutcome(job, self._tasks, ports, self._output)
         self._launch = Launch(
             job=job,
-            ports=self._ports,
-            group=group,
-            secret=secret,
+            ports=ports,
             environ=self._outcome.environ,
             pass_fds=self._outcome.inherited,
-            pump=self._pump,
-            lines_of=lines,
-            chief_errors=self._chief_errors,
+            output=self._output,
         )
-        self._function = job.function
-        self._grows = job.elastic is not None and job.elastic.grows
+        # To find frozen tasks: when to look again, and how often they were seen.
+        self._launcher = os.getppid()
+        self._look_at = 0.0
+        self._looks = 0
         self._signal: int | None = None
         self._signal_at = 0.0
         # Whether workers of an elastic job have been asked to leave it.
@@ -226,7 +131,7 @@ class JobSupervisor:
             # A signal that `nohup` or a shell's `&` ignores stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, _ignore)
-        if self._grows:
+        if self._job.grows:
             signal.signal(GROW_SIGNAL, _ignore)
         with adopt_orphans():
             try:
@@ -240,14 +145,32 @@ class JobSupervisor:
                 left = kill_all(_GIVE_UP)
                 if left:
                     print_line(f"processes {left} can't be killed", logging.ERROR)
-        for pump in (self._pump, self._chief_errors):
-            if pump is not None:
-                pump.finish(_OUTPUT_SECONDS)
+        self._output.finish(_OUTPUT_SECONDS)
         code = self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
-        if self._function is not None:
+        if self._job.function is not None:
             first = self._outcome.first_failure() if code else None
-            send_outcome(self._function, self._tasks, first)
+            self._send_results(self._job.function, first)
         return code
+
+    def _send_results(self, files: FunctionFiles, first: Started | None) -> None:
+        """Send to the caller how each task has ended, and its result's file.
+
+        Args:
+            files: Those of the job's function.
+            first: The task that caused the job's failure, if it failed.
+        """
+        for each in self._tasks:
+            if each.result_file is None:
+                continue
+            ended = "was ended by the launcher"
+            message = {
+                **dataclasses.asdict(each.task),
+                "code": each.code,
+                "ended": ended if each.code is None else in_words(each.code),
+                "by_launcher": each.ended_by_us,
+                "first": each is first,
+            }
+            files.send(message, each.result_file.fileno())
 
     # The watch.
 
@@ -259,26 +182,14 @@ class JobSupervisor:
             while True:
                 self._reap()
                 self._outcome.read()
-                self._start_again()
-                running = [w for w in self._tasks if w.code is None]
-                if not running and not self._outcome.restart_pending:
-                    # Grandchildren, which may hold the terminal or a pipe of ours.
-                    if not descendants(os.getpid()):
-                        return
-                    if not self._plan or self._lets_leave:
-                        self._lets_leave = False
-                        self._plan_to_end(0.0, TERM_TO_KILL)
-                elif self._outcome.only_servers_running and (
-                    not self._plan or self._lets_leave
-                ):
-                    # They end by themselves, unless they wait for workers.
-                    self._lets_leave = False
-                    self._plan_to_end(LET_LOST_END, LET_LOST_END + TERM_TO_KILL)
-                elif self._outcome.only_lost_workers_running and not self._plan:
-                    # Frozen, or busy with results that no task needs any more.
-                    self._plan_to_end(LET_LOST_END, LET_LOST_END + TERM_TO_KILL)
-                elif not self._plan and (frozen := self._frozen.found()):
-                    self._end_frozen(frozen)
+                for ended in self._outcome.take_restarts():
+                    self._start(ended, f"{ended.task} can't be started again")
+                running = self._running
+                # Grandchildren may hold the terminal or a pipe of ours.
+                over = not running and not self._outcome.restart_pending
+                if over and not descendants(os.getpid()):
+                    return
+                self._end_what_is_left(over=over)
                 self._extend_grace_period()
                 self._send_what_is_due()
                 if self._give_up_at and time.monotonic() > self._give_up_at:
@@ -290,31 +201,55 @@ class JobSupervisor:
                     elif key.fd == self._life:
                         selector.unregister(self._life)
                         self._launcher_lost = True
-                        self._plan_to_end(0.0, TERM_TO_KILL)
+                        self._plan_to_end(0.0)
 
-    def _start_again(self) -> None:
-        for ended in self._outcome.take_restarts():
-            try:
-                again = self._launch.start_again(ended)
-            except OSError as error:
-                print_line_soon(
-                    f"{ended.task} can't be started again: {error}", logging.ERROR
-                )
-            else:
-                self._tasks[self._tasks.index(ended)] = again
+    def _end_what_is_left(self, *, over: bool) -> None:
+        """Plan the end of what no task needs any more, if anything.
 
-    def _end_frozen(self, frozen: list[Started]) -> None:
-        names = " and ".join(str(each.task) for each in frozen)
-        were = "were" if len(frozen) > 1 else "was"
-        print_line_soon(
-            f"{names} {were} stopped by a signal, and all others have ended: "
-            "waiting no longer",
-            logging.WARNING,
-        )
-        self._plan_to_end(0.0, TERM_TO_KILL)
+        Args:
+            over: Whether all tasks have ended for good.
+        """
+        if over or self._outcome.only_servers_running:
+            if not self._plan or self._lets_leave:
+                self._lets_leave = False
+                # Servers end by themselves, unless they wait for workers.
+                self._plan_to_end(0.0 if over else LET_LOST_END)
+        elif self._plan:
+            return
+        elif self._outcome.only_lost_workers_running:
+            # Frozen, or busy with results that no task needs any more.
+            self._plan_to_end(LET_LOST_END)
+        elif frozen := self._frozen():
+            names = " and ".join(str(each.task) for each in frozen)
+            were = "were" if len(frozen) > 1 else "was"
+            print_line_soon(
+                f"{names} {were} stopped by a signal, and all others have ended: "
+                "waiting no longer",
+                logging.WARNING,
+            )
+            self._plan_to_end(0.0)
+
+    @property
+    def _running(self) -> list[Started]:
+        return [each for each in self._tasks if each.code is None]
+
+    @property
+    def _looks_for_frozen(self) -> bool:
+        return 0 < len(self._running) < len(self._tasks)
+
+    def _frozen(self) -> list[Started]:
+        """Return all running tasks if each has been stopped for several seconds."""
+        if not self._looks_for_frozen or time.monotonic() < self._look_at:
+            return []
+        self._look_at = time.monotonic() + FROZEN_SECONDS
+        # After Ctrl-Z the launcher is stopped with the chief; both are resumed later.
+        stopped = all(is_stopped(each.process.pid) for each in self._running)
+        stopped = stopped and not is_stopped(self._launcher)
+        self._looks = self._looks + 1 if stopped else 0
+        return self._running if self._looks >= _LOOKS else []
 
     def _reap(self) -> None:
-        by_pid = {w.process.pid: w for w in self._tasks if w.code is None}
+        by_pid = {each.process.pid: each for each in self._running}
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -329,25 +264,30 @@ class JobSupervisor:
             worker.code = os.waitstatus_to_exitcode(status)
             worker.process.returncode = worker.code  # it can't be waited for again
             if self._outcome.fails_with(worker):
-                self._plan_to_end(LET_THEM_FAIL, LET_THEM_FAIL + TERM_TO_KILL)
+                self._plan_to_end(LET_THEM_FAIL)
             elif worker.code and self._outcome.restart_pending:
                 # A child could hold its port, or its memory.
-                kill_left_behind(pid, self._group if worker.on_terminal else None)
+                kill_left_behind(pid, self._job.group if worker.on_terminal else None)
 
-    def _grow(self) -> None:
-        """Start one more worker."""
-        found = self._outcome.take_growth()
+    def _start(self, task: TaskProcess | Started, failed: str) -> None:
+        """Start one more worker, or one that has ended again."""
         try:
-            if isinstance(found, Started):
-                self._tasks[self._tasks.index(found)] = self._launch.start_again(found)
-            elif found is not None:
-                self._tasks.append(self._launch.add(found))
+            started = self._launch.start_one(task)
         except OSError as error:
-            print_line_soon(f"the worker can't be started: {error}", logging.ERROR)
+            print_line_soon(f"{failed}: {error}", logging.ERROR)
+        else:
+            if isinstance(task, Started):
+                self._tasks[self._tasks.index(task)] = started
+            else:
+                self._tasks.append(started)
 
     def _on_signal(self, number: int) -> None:
-        if number == GROW_SIGNAL and self._grows:
-            self._grow()
+        if (
+            number == GROW_SIGNAL
+            and self._job.grows
+            and (added := self._outcome.take_growth())
+        ):
+            self._start(added, "the worker can't be started")
         if number not in ENDING_SIGNALS:
             return
         now = time.monotonic()
@@ -357,44 +297,33 @@ class JobSupervisor:
                 self._plan = [(now, signal.SIGKILL)]
             return
         self._signal, self._signal_at = number, now
-        if number == signal.SIGTERM and self._grace is not None:
-            self._let_leave(self._grace)
+        if number == signal.SIGTERM and self._job.elastic is not None:
+            # The workers leave after their step; they still need their children.
+            self._lets_leave = True
+            self._plan_to_end(self._job.elastic.grace)
+        elif number == signal.SIGINT:
+            self._plan_to_end(INTERRUPT_TO_TERM)
+        else:
+            self._plan_to_end(0.0)
             return
-        if number != signal.SIGINT:
-            self._plan_to_end(0.0, TERM_TO_KILL)
-            return
-        self._plan_to_end(INTERRUPT_TO_TERM, INTERRUPT_TO_TERM + TERM_TO_KILL)
-        for worker in self._tasks:
-            if worker.code is None:
-                worker.ended_by_us = True
-                # Servers end after their workers, which may still need them. The
-                # terminal has signalled the chief itself; a second signal would
-                # interrupt the chief's handling of the first.
-                if worker.task.is_server:
-                    continue
-                if not worker.on_terminal or not in_foreground(self._group):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(worker.process.pid, signal.SIGINT)
-
-    def _let_leave(self, grace: float) -> None:
-        """Ask the workers to leave after their step; they still need their children."""
-        self._lets_leave = True
-        self._plan_to_end(grace, grace + TERM_TO_KILL)
-        for worker in self._tasks:
-            if worker.code is None:
-                worker.ended_by_us = True
-                # Servers end after their workers, which may still need them.
-                if worker.task.is_server:
-                    continue
+        for worker in self._running:
+            worker.ended_by_us = True
+            # Servers end after their workers, which may still need them.
+            if worker.task.is_server:
+                continue
+            # The terminal has signalled the chief itself; a second signal would
+            # interrupt the chief's handling of the first.
+            by_terminal = number == signal.SIGINT and worker.on_terminal
+            if not (by_terminal and in_foreground(self._job.group)):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(worker.process.pid, signal.SIGTERM)
+                    os.kill(worker.process.pid, number)
 
-    def _plan_to_end(self, term: float, kill: float) -> None:
-        """Schedule SIGTERM and SIGKILL, in seconds from now, if nothing earlier is."""
+    def _plan_to_end(self, term: float) -> None:
+        """Schedule SIGTERM in seconds from now, then SIGKILL, if nothing earlier is."""
         self._outcome.over = True
-        now = time.monotonic()
-        if not self._plan or self._plan[0][0] > now + term:
-            self._plan = [(now + term, signal.SIGTERM), (now + kill, signal.SIGKILL)]
+        term += time.monotonic()
+        if not self._plan or self._plan[0][0] > term:
+            self._plan = [(term, signal.SIGTERM), (term + TERM_TO_KILL, signal.SIGKILL)]
 
     def _extend_grace_period(self) -> None:
         """Delay SIGTERM after a failure for the task whose exit code counts.
@@ -417,8 +346,8 @@ class JobSupervisor:
     def _send_what_is_due(self) -> None:
         while self._plan and self._plan[0][0] <= time.monotonic():
             number = self._plan[0][1]
-            for worker in self._tasks:
-                worker.ended_by_us = worker.ended_by_us or worker.code is None
+            for worker in self._running:
+                worker.ended_by_us = True
             signal_all(number)
             if number == signal.SIGKILL:
                 # Until nothing is left: one may have forked in between.
@@ -432,12 +361,77 @@ class JobSupervisor:
         until = [] if workers_run else [0.05]  # grandchildren's ends raise no event
         if (loss_in := self._outcome.next_in()) is not None:
             until.append(loss_in)
-        if not self._plan and (look_in := self._frozen.next_in) is not None:
-            until.append(look_in)
         if self._plan:
             until.append(max(0.0, self._plan[0][0] - time.monotonic()))
+        elif self._looks_for_frozen:
+            until.append(max(0.0, self._look_at - time.monotonic()))
         return min(until, default=None)
 
 
 def _ignore(number: int, frame: object) -> None:
     """Ignore a signal: its number is in the wake-up pipe."""
+
+
+def run_supervised(job: JobSpec) -> int:
+    """Fork the supervisor, forward signals to it, and return the exit code.
+
+    When this returns, nothing of the job runs any more.
+    """
+    others = frozenset(descendants(os.getpid()))  # not part of the job
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Until both processes have their handlers no signal may be lost.
+    forwarded = (*ENDING_SIGNALS, *([GROW_SIGNAL] if job.grows else []))
+    blocked = frozenset({*forwarded, signal.SIGCHLD})
+    unblock = blocked - signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    life_read, life_write = os.pipe()
+    with adopt_orphans():
+        supervisor = os.fork()
+        if supervisor == 0:
+            # Leave by os._exit only: no code of the caller may run twice.
+            code = 1
+            try:
+                os.close(life_write)
+                os.setpgid(0, 0)
+                code = JobSupervisor(job, life_read).run(unblock)
+            except BaseException:  # the user must see all of them
+                sys.excepthook(*sys.exc_info())
+            finally:
+                log.flush(None)  # as `sys.exit` would
+                with contextlib.suppress(OSError):
+                    sys.stderr.flush()
+                os._exit(code)
+        os.close(life_read)
+        received: list[int] = []  # that end the job
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            if number in ENDING_SIGNALS:
+                received.append(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(supervisor, number)
+
+        before = {
+            number: signal.signal(number, forward)
+            for number in forwarded
+            # A signal that `nohup` or a shell's `&` ignores stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
+        try:
+            _, status = os.waitpid(supervisor, 0)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(life_write)
+        code = os.waitstatus_to_exitcode(status)
+        if code < 0:
+            # It was killed; its adopted children are ours now.
+            kill_all(2.0, others)
+            print_line(
+                f"the supervisor of the workers was ended by signal {-code}",
+                logging.ERROR,
+            )
+            return 128 - code
+    if code != 0 and received:
+        return 128 + received[0]
+    return code

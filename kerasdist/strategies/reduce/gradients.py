@@ -13,6 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist.compression import Compressor
+from kerasdist.strategies.reduce.compressed import compressed_sums
 from kerasdist.strategies.reduce.sparse_parts import (
     SplitGradients,
     rows_of,
@@ -21,6 +23,7 @@ from kerasdist.strategies.reduce.sparse_parts import (
 )
 from kerasdist.strategies.reduce.workers import (
     Workers,
+    gather_over_replicas,
     sum_once_per_worker,
     sum_over_replicas,
 )
@@ -82,7 +85,7 @@ def end_window(
                             mine.append(_wide(part) + _wide(variable.read_value()))
                             variable.assign(tf.zeros_like(variable))
                     own.append(mine)
-                totals = _sums(workers, own, sparse, steps)
+                totals = _sums(workers, own, accumulators, sparse, steps)
                 replicas = workers.replicas
                 return [
                     [tf.cast(total / replicas, parts[0].dtype) for total in local]
@@ -104,13 +107,18 @@ def end_window(
 
 
 def _sums(
-    workers: Workers, own: list[list[Any]], sparse: list[bool], steps: int
+    workers: Workers,
+    own: list[list[Any]],
+    owners: Sequence[Any],
+    sparse: list[bool],
+    steps: int,
 ) -> list[list[Any]]:
     """Sum over all replicas; for sparse gradients only the rows that aren't 0."""
     devices = workers.devices
     tables = [values for values, there in zip(own, sparse, strict=True) if there]
     whole = [values for values, there in zip(own, sparse, strict=True) if not there]
-    dense = iter(_sums_in_buckets(workers, whole, steps))
+    theirs = [each for each, there in zip(owners, sparse, strict=True) if not there]
+    dense = iter(_sums_in_buckets(workers, whole, theirs, steps))
     with tf.device(_tf.host_of(devices[0])):
         slices = [rows_of(tf.add_n(values)) for values in tables]
         summed = sum_over_workers(workers, slices)
@@ -121,23 +129,44 @@ def _sums(
 
 
 def _sums_in_buckets(
-    workers: Workers, own: list[list[Any]], steps: int
+    workers: Workers, own: list[list[Any]], owners: Sequence[Any], steps: int
 ) -> list[list[Any]]:
-    """Sum over all replicas, in 16 bits if that is requested, as part of the update."""
+    """Sum over all replicas, as part of the update."""
     parts = workers.replicas * steps
     sizes = [
         (values[0].shape.num_elements() or 0) * values[0].dtype.size for values in own
     ]
     sums: list[list[Any]] = [[] for _ in own]
     for number, bucket in enumerate(in_buckets(sizes, workers.bucket_size)):
-        sent = [[compress(workers, v, 1 / parts) for v in own[i]] for i in bucket]
-        totals = _sum_of_local(workers, sent, step=number == 0)
+        values = [own[i] for i in bucket]
+        if workers.compression is None:
+            totals = _sum_of_local(workers, values, step=number == 0)
+        else:
+            some = [owners[i] for i in bucket]
+            totals = _compressed_on_host(workers, values, some, parts)
         for i, total in zip(bucket, totals, strict=True):
-            sums[i] = [
-                decompress(workers, t, value, parts)
-                for t, value in zip(total, own[i], strict=True)
-            ]
+            sums[i] = total
     return sums
+
+
+def _compressed_on_host(
+    workers: Workers, values: list[list[Any]], owners: Sequence[Any], parts: int
+) -> list[list[Any]]:
+    """Sum by the compressor; the replicas of a worker are added before that."""
+    devices = workers.devices
+    with tf.device(_tf.host_of(devices[0])):
+        sums = compressed_sums(
+            *(_compressor(workers), workers.memories),
+            [tf.add_n(v) if len(v) > 1 else v[0] for v in values],
+            owners,
+            # A part of the mean, so that 16 bits hold it if they hold the gradients.
+            tf.constant(1 / parts),
+            workers.ops.all_reduce if workers.size > 1 else list,
+            workers.ops.all_gather if workers.size > 1 else tf.identity,
+        )
+        sums = [total * tf.cast(parts, total.dtype) for total in sums]
+    copies = [_tf.broadcast_to_devices(total, devices) for total in sums]
+    return [workers.local(copy) for copy in copies]
 
 
 def _sum_of_local(
@@ -197,7 +226,6 @@ def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 # Up to this size the last bucket is sent with the slices, by one collective.
 _MOST_BESIDE_BYTES = 64 << 10
-_WIRE = {"bf16": tf.bfloat16, "fp16": tf.float16}
 
 
 def reduce_gradients(
@@ -210,6 +238,7 @@ def reduce_gradients(
     after: Sequence[Any] = (),
     beside: Sequence[Any] = (),
     step: bool = True,
+    owners: Sequence[Any] = (),
 ) -> list[Any]:
     """Sum gradients over all replicas of all workers, in replica context.
 
@@ -225,6 +254,7 @@ def reduce_gradients(
         beside: Host tensors that are summed over the workers, by the last collective,
             for workers of one replica.
         step: Whether an optimizer step begins with it.
+        owners: The variable of each gradient, for compressors with a memory.
 
     Returns:
         Tensors (or None), the same on all replicas; then the sums. IndexedSlices are
@@ -244,14 +274,14 @@ def reduce_gradients(
     linear = linear and all(s.dense_shape is not None for s in slices)
     split = SplitGradients(gradients, linear=linear, share=share)
     pieces = split.pieces
+    known = {id(g): owner for g, owner in zip(gradients, owners, strict=False)}
+
+    def owner_of(piece: Any) -> Any:
+        return known.get(id(piece))
+
     if share is None:
         replicas = workers.replicas
-        shares = [compress(workers, piece, 1 / replicas) for piece in pieces]
-        totals = sum_once_per_worker(workers, shares)
-        wide = [
-            decompress(workers, total, piece, replicas)
-            for total, piece in zip(totals, pieces, strict=True)
-        ]
+        wide = _sum_once(workers, pieces, owner_of)
         _warn_of_constants(split, wide, linear, log_once)
         sums = workers.ops.all_reduce(beside) if beside else []
         return [*split.combine(wide, replicas), *sums]
@@ -267,7 +297,9 @@ def reduce_gradients(
     with_slices = bool(slices) and len(workers.devices) == 1
     taken = beside if buckets and workers.compression is None and not slices else ()
     totals, sums = _sum_of_dense(
-        *(workers, dense, buckets, there, () if slices else after, taken), step=step
+        *(workers, dense, buckets, there, () if slices else after, taken),
+        owners=[owner_of(piece) for piece in dense],
+        step=step,
     )
     gathered: list[Any] = []
     if slices:
@@ -342,6 +374,7 @@ def _sum_of_dense(
     after: Sequence[Any],
     beside: Sequence[Any],
     *,
+    owners: Sequence[Any],
     step: bool,
 ) -> tuple[list[Any], list[Any]]:
     """Sum buckets of gradients; the last one with what's beside.
@@ -362,41 +395,59 @@ def _sum_of_dense(
                 )
                 reduced, sums = reduced[: len(some)], reduced[len(some) :]
             else:
-                sent = [compress(workers, g, there) for g in some]
-                wide = sum_over_replicas(workers, sent)
-                reduced = [
-                    decompress(workers, t, g, 1)
-                    for t, g in zip(wide, some, strict=True)
-                ]
+                reduced = _compressed(
+                    *(workers, some, [owners[i] for i in bucket], there),
+                    sum_over_replicas,
+                )
         for i, total in zip(bucket, reduced, strict=True):
             totals[i] = total
     return totals, sums
 
 
-def compress(workers: Workers, gradient: Any, share: Any) -> Any:
-    """Return a gradient's share of the mean, in the dtype in which it is sent.
-
-    The share is computed before the cast: the sum of all shares isn't larger than the
-    largest gradient, so 16 bits hold it if they hold the gradients.
-    """
-    if not _is_narrowed(workers, gradient):
-        return gradient
-    return tf.cast(_tf.weighted(gradient, share), _WIRE[str(workers.compression)])
-
-
-def decompress(workers: Workers, total: Any, gradient: Any, factor: int) -> Any:
-    """Convert the sum of shares back to the dtype of `gradient` before `compress`."""
-    if not _is_narrowed(workers, gradient):
-        return total
-    return tf.cast(total, gradient.dtype) * tf.cast(factor, gradient.dtype)
-
-
-def _is_narrowed(workers: Workers, gradient: Any) -> bool:
-    return (
-        workers.compression is not None
-        and not _is_slices(gradient)
-        and gradient.dtype.is_floating
+def _sum_once(
+    workers: Workers, pieces: list[Any], owner_of: Callable[[Any], Any]
+) -> list[Any]:
+    """Sum pieces of gradients in a custom loop, see `sum_once_per_worker`."""
+    if workers.compression is None:
+        return sum_once_per_worker(workers, pieces)
+    dense = [piece for piece in pieces if not _is_slices(piece)]
+    slices = [piece for piece in pieces if _is_slices(piece)]
+    replicas = workers.replicas
+    sums = _compressed(
+        *(workers, dense, [owner_of(piece) for piece in dense]),
+        # A part of the mean, so that 16 bits hold it if they hold the gradients.
+        tf.constant(1 / replicas),
+        sum_once_per_worker,
     )
+    waiting = {
+        False: iter([total * tf.cast(replicas, total.dtype) for total in sums]),
+        True: iter(sum_once_per_worker(workers, slices) if slices else ()),
+    }
+    return [next(waiting[_is_slices(piece)]) for piece in pieces]
+
+
+def _compressed(
+    workers: Workers,
+    gradients: list[Any],
+    owners: Sequence[Any],
+    weight: Any,
+    sum_up: Callable[[Workers, list[Any]], list[Any]],
+) -> list[Any]:
+    """Sum over all replicas by the compressor, in replica context."""
+    replica = _tf.local_replica_id()
+    return compressed_sums(
+        *(_compressor(workers), workers.memories, gradients, owners, weight),
+        lambda tensors: sum_up(workers, list(tensors)),
+        lambda tensor: gather_over_replicas(workers, tensor),
+        replica=replica,
+        device=workers.devices[replica],
+    )
+
+
+def _compressor(workers: Workers) -> Compressor:
+    if workers.compression is None:
+        raise RuntimeError("There is no compressor.")
+    return workers.compression
 
 
 def _sum_of_bucket(

@@ -17,6 +17,7 @@ from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.strategies.options import Options, StrategyJob
+from kerasdist.strategies.reduce.compressed import Memories
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 
 # Reductions over the replicas of all workers, as `tf.distribute` defines them.
@@ -27,6 +28,22 @@ def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
     if workers.is_alone:
         return list(tensors)
     return reduce_in_replicas(workers, _tf.ReduceOp.SUM, list(tensors))
+
+
+def gather_over_replicas(workers: Workers, tensor: Any) -> Any:
+    """Concatenate all replicas' tensors along the first axis, in replica context."""
+    if len(workers.devices) == 1:
+        return workers.ops.all_gather(tensor) if workers.size > 1 else tensor
+
+    def merge(_: Any, value: Any) -> Any:
+        with tf.device(workers.host):
+            every = tf.concat(workers.local(value), 0)
+        if workers.size > 1:
+            every = workers.ops.all_gather(every)
+        return _tf.broadcast_to_devices(every, workers.devices)
+
+    replica = tf.distribute.get_replica_context()
+    return replica.merge_call(merge, args=(tensor,))
 
 
 def sum_once_per_worker(workers: Workers, gradients: list[Any]) -> list[Any]:
@@ -171,7 +188,8 @@ class Workers:
     Attributes:
         job, ops: See above.
         bucket_size: Bytes of gradients that are sent at once.
-        compression: None, "bf16" or "fp16", see `RingStrategy`.
+        compression: The compressor of gradients, or None.
+        memories: What the replicas keep of their gradients.
         devices: Canonical names of this worker's devices, as a tuple.
         host: The CPU that these devices belong to.
         excluding: Whether this worker acts without the others.
@@ -191,6 +209,7 @@ class Workers:
         self.host = _tf.host_of(devices[0])
         self.bucket_size = options.bucket_size
         self.compression = options.compression
+        self.memories = Memories(options.compression)
         self._shards = options.shards
         self.excluding = False
         self.fault: Exception | None = None

@@ -33,6 +33,7 @@ from kerasdist.strategies.cluster_resolver import (
 )
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, StrategyJob, close_at_exit, forget
+from kerasdist.strategies.reduce.compressed import check_optimizer
 from kerasdist.strategies.reduce.consensus import Consensus, check_state
 from kerasdist.strategies.reduce.gradients import end_window, reduce_gradients
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
@@ -114,6 +115,7 @@ class SynchronousExtended(SharingExtended):
                 reduce=partial(reduce_gradients, workers, log_once),
                 end_window=partial(end_window, workers),
                 sum_over_replicas=partial(sum_over_replicas, workers),
+                check=partial(check_optimizer, options.compression),
             ),
             data=self.data,
         )

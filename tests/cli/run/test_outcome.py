@@ -11,11 +11,11 @@ import types
 import pytest
 
 from kerasdist import errors
-from kerasdist.cli.run import elastic_outcome
-from kerasdist.cli.run import outcome as plain_outcome
-from kerasdist.cli.run.elastic_outcome import ChiefOutput, Restarts
+from kerasdist.cli.run import outcome
+from kerasdist.cli.run.job_spec import JobSpec
+from kerasdist.cli.run.options import ElasticOptions
+from kerasdist.cli.run.output import JobOutput
 from kerasdist.cli.run.spawn import Started
-from kerasdist.cli.run.task_processes import ElasticOptions, JobSpec
 from kerasdist.transport import log
 from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter
@@ -317,8 +317,7 @@ class Played:
     def __init__(self, folder, monkeypatch, workers, servers=0, **options):
         self.now = 1000.0
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
-        for module in (plain_outcome, elastic_outcome):
-            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(outcome, "time", clock)
         self.folder = folder
         self.undo = contextlib.ExitStack()
         settings = None
@@ -332,14 +331,10 @@ class Played:
             **{"log_dir": None, "elastic": settings},
         )
         self.tasks = [Started(task=task, process=None, tail=None) for task in job.tasks]
-        if settings is None:
-            self.outcome = plain_outcome.JobOutcome(job, self.tasks)
-        else:
-            ports = types.SimpleNamespace(address=lambda task: "HOST")
-            pump = types.SimpleNamespace(call=lambda function: function(0.0))
-            self.outcome = elastic_outcome.ElasticOutcome(
-                job, self.tasks, settings, ports, ChiefOutput(job, pump)
-            )
+        ports = types.SimpleNamespace(address=lambda task: "HOST")
+        pump = types.SimpleNamespace(call=lambda function: function())
+        self.outcome = outcome.JobOutcome(job, self.tasks, ports, JobOutput(job, pump))
+        if settings is not None:
             self.undo.callback(self.outcome.ended.close)
         self.undo.callback(os.close, self.outcome.pipe.reading)
         self.undo.callback(os.close, self.outcome.pipe.writing)
@@ -523,12 +518,9 @@ def test_who_still_runs_in_an_elastic_job(play):
         assert not played.outcome.only_servers_running  # they wait for rank 0
 
 
-def test_the_pause_before_a_restart_grows_up_to_a_minute(play):
-    restarts = Restarts(100)
-    (task,) = play(1).tasks
-    pauses = []
-    for task.incarnation in (*range(9), 10_000, 0):
-        pauses.append(restarts.schedule(task, 0.0))
+def test_the_pause_before_a_restart_grows_up_to_a_minute():
+    incarnations = (*range(9), 10_000, 0)
+    pauses = [outcome.pause_before_restart(each) for each in incarnations]
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60, 1]
 
 

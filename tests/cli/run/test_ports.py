@@ -7,8 +7,12 @@ import socket
 
 import pytest
 
+from kerasdist.cli.run.job_spec import JobSpec
+from kerasdist.cli.run.options import ElasticOptions
 from kerasdist.cli.run.spawn import JobPorts
-from kerasdist.cli.run.task_processes import JobSpec
+
+# Lost workers of such a job are started again at their ports.
+ELASTIC = ElasticOptions(min_workers=1, restarts=1, grace=1.0, size=2, max_workers=2)
 
 
 @pytest.fixture
@@ -19,8 +23,9 @@ def ports_of():
         job = JobSpec(
             **{"size": 2, "servers": 1, "command": (), "environ": {}},
             **{"log_dir": None, "tagged": False, "cores": ()},
+            elastic=ELASTIC if keep else None,
         )
-        ports = JobPorts(job, keep=keep)
+        ports = JobPorts(job)
         made.append(ports)
         return ports, job.tasks
 

@@ -245,7 +245,7 @@ class Agent:
                     os.kill(self._process.pid, number)
         return bool(data)
 
-    def _copy(self, descriptor: int) -> bool:
+    def _copy(self, descriptor: int) -> None:
         try:
             data = os.read(descriptor, _MOST)
         except OSError:  # a terminal without processes
@@ -255,7 +255,6 @@ class Agent:
         else:
             del self._kinds[descriptor]
             os.close(descriptor)
-        return bool(data)
 
     def _drain(self) -> None:
         """Relay what has been written, though processes may hold the other end."""

@@ -125,20 +125,16 @@ class Client:
             if len(data) < 5 + length:
                 break
             content, data = data[5 : 5 + length], data[5 + length :]
-            if kind == b"O":
-                self._write(1, content)
-            elif kind == b"E":
-                self._write(2, content)
-            elif kind == b"P" and self._reports is not None:
+            if kind == b"P" and self._reports is not None:
                 # In single lines, each of which is written whole.
                 for line in content.splitlines(keepends=True):
                     self._write(self._reports, line)
-            elif kind == b"R" and self._result is not None:
-                self._write(self._result, content)
             elif kind == b"F":
                 self._fault = content.decode()
             elif kind == b"X":
                 self._ending = json.loads(content)
+            elif (to := {b"O": 1, b"E": 2, b"R": self._result}.get(kind)) is not None:
+                self._write(to, content)
         return data
 
     @staticmethod

@@ -1,147 +1,27 @@
-"""The hosts of a job, and the tasks on each."""
+"""The hosts of a job: how they are reached, their check, and the tasks on each."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
-import ipaddress
+import itertools
+import json
 import os
-import re
+import selectors
 import shlex
-import shutil
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
+from kerasdist.cli.run.hosts import agent, client, probe
+from kerasdist.cli.run.hosts import find_gpus as find
+from kerasdist.cli.run.options import Host, HostOptions
 from kerasdist.cluster.address import is_this_host
-
-# The options of `kerasdist run` for several hosts.
-
-WITH_VALUE = ("-H", "--hosts", "--hostfile", "--ssh", "--python", "-x")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostOptions:
-    """The settings of a job on several hosts.
-
-    Attributes:
-        hosts: The hosts, in the order of their workers.
-        ssh: The command that connects.
-        python: The path of Python there.
-        exported: The variables that `-x` names, and their values.
-    """
-
-    hosts: tuple[Host, ...]
-    ssh: tuple[str, ...]
-    python: str
-    exported: Mapping[str, str]
-
-    @property
-    def slots(self) -> int:
-        """The number of workers for which there is room."""
-        return sum(host.slots for host in self.hosts)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to those of `run`."""
-    parser.add_argument(
-        "-H",
-        "--hosts",
-        metavar="HOST[:SLOTS],...",
-        help="hosts that ssh reaches without a password, each with its number of "
-        "workers (default of SLOTS: 1)",
-    )
-    parser.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        help="a file with a host in each line, as `host slots=2`",
-    )
-    parser.add_argument(
-        "--ssh",
-        metavar="COMMAND",
-        help="with hosts: the command that connects, with its options (default: ssh)",
-    )
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        help="with hosts: the path of Python there (default: that of this one)",
-    )
-    parser.add_argument(
-        "-x",
-        dest="exported",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="with hosts: a variable for the workers. Those of kerasdist, TensorFlow, "
-        "Keras and Python (KERASDIST_*, TF_*, KERAS_*, PYTHON* and the like) are "
-        "passed on without it",
-    )
-
-
-def read_options(
-    arguments: argparse.Namespace, faults: list[str]
-) -> HostOptions | None:
-    """Return the settings; None if no hosts are given.
-
-    Args:
-        arguments: The parsed arguments.
-        faults: Takes a message about each value that can't be used.
-    """
-    if arguments.hosts is None and arguments.hostfile is None:
-        given = {"--ssh": arguments.ssh, "--python": arguments.python}
-        given["-x"] = arguments.exported[0] if arguments.exported else None
-        faults += [
-            f"{name} is an option for jobs on several hosts. Received: {name} {text} "
-            "without -H or --hostfile"
-            for name, text in given.items()
-            if text is not None
-        ]
-        return None
-    hosts: list[Host] = []
-    if arguments.hosts is not None and arguments.hostfile is not None:
-        faults.append("-H and --hostfile can't be used together")
-    elif arguments.hosts is not None:
-        hosts = parse_hosts(arguments.hosts, faults)
-    else:
-        try:
-            with open(arguments.hostfile, encoding="utf-8") as file:
-                hosts = parse_hostfile(arguments.hostfile, file.read(), faults)
-        except (OSError, UnicodeDecodeError) as error:
-            faults.append(
-                "--hostfile must be a text file. Received: --hostfile "
-                f"{shlex.quote(arguments.hostfile)}: {error}"
-            )
-    if arguments.bind == "cores":
-        faults.append("--bind cores isn't possible with several hosts")
-    ssh = tuple(shlex.split(arguments.ssh or "ssh"))
-    if not ssh or shutil.which(ssh[0]) is None:
-        faults.append(
-            f"there is no command {arguments.ssh or 'ssh'!r}. On Debian and Ubuntu: "
-            "apt-get install openssh-client"
-        )
-    return HostOptions(
-        hosts=tuple(hosts),
-        ssh=ssh,
-        python=arguments.python or sys.executable,
-        exported=_exported(arguments.exported, faults),
-    )
-
-
-def _exported(texts: Sequence[str], faults: list[str]) -> Mapping[str, str]:
-    exported = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or (not equals and name not in os.environ):
-            faults.append(
-                "-x must be the name of a variable that is set, or NAME=VALUE. "
-                f"Received: -x {shlex.quote(text)}"
-            )
-        else:
-            exported[name] = value if equals else os.environ[name]
-    return exported
-
 
 # The commands by which a Python program runs on a host.
 
@@ -220,40 +100,6 @@ def program_text(module: str) -> bytes:
     return b"%08d" % len(text) + text
 
 
-# "name", "user@name", "name:slots", "[address]:slots".
-_HOST = re.compile(
-    r"(?:(?P<user>[^@\s:,]+)@)?"
-    r"(?:\[(?P<address>[0-9a-fA-F:.%\w]+)\]|(?P<name>[^@\s:,\[\]]+))"
-    r"(?::(?P<slots>[1-9]\d*))?"
-)
-_FORM = "NAME[:SLOTS], [IPV6][:SLOTS] or USER@NAME[:SLOTS]"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Host:
-    """A host.
-
-    Attributes:
-        name: Its name or address, by which ssh and the other hosts reach it.
-        user: The user's name there; empty: ssh knows it.
-        slots: The number of workers for which it has room.
-    """
-
-    name: str
-    user: str = ""
-    slots: int = 1
-
-    @property
-    def target(self) -> str:
-        """The destination for ssh."""
-        return f"{self.user}@{self.name}" if self.user else self.name
-
-    @property
-    def in_address(self) -> str:
-        """Its name in front of a port: an IPv6 address has brackets."""
-        return f"[{self.name}]" if ":" in self.name else self.name
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
     """The place of one task.
@@ -274,86 +120,6 @@ class Place:
         return f"{self.host.in_address}:{self.address[1]}"
 
 
-def parse_hosts(text: str, faults: list[str]) -> list[Host]:
-    """Return the hosts of `-H a:2,b:2`.
-
-    Args:
-        text: The option's value.
-        faults: Takes a message about each part that can't be used.
-    """
-    hosts = []
-    for part in text.split(","):
-        match = _HOST.fullmatch(part.strip())
-        if match is None:
-            faults.append(
-                f"-H must be a list of hosts with commas between, each {_FORM}. "
-                f"Received: {part.strip()!r} in -H {text}"
-            )
-        else:
-            hosts.append(_host(match))
-    return _distinct(hosts, "-H", faults)
-
-
-def parse_hostfile(path: str, text: str, faults: list[str]) -> list[Host]:
-    """Return the hosts of a hostfile: a line each, as `name`, `name slots=2`, `name:2`.
-
-    Args:
-        path: The file's path, for messages.
-        text: Its text; what follows a `#` is a comment.
-        faults: Takes a message about each line that can't be used.
-    """
-    hosts = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        joined = ":".join([words[0], *(w.removeprefix("slots=") for w in words[1:])])
-        match = _HOST.fullmatch(joined) if len(words) < 3 else None
-        if match is None:
-            faults.append(
-                f"Each line of a hostfile must be {_FORM}, or NAME slots=SLOTS. "
-                f"Received: {line.strip()!r} in line {number} of {path}"
-            )
-        else:
-            hosts.append(_host(match))
-    if not hosts and not faults:
-        faults.append(f"--hostfile {path} has no host")
-    return _distinct(hosts, "--hostfile", faults)
-
-
-def _host(match: re.Match[str]) -> Host:
-    return Host(
-        name=match["address"] or match["name"],
-        user=match["user"] or "",
-        slots=int(match["slots"] or 1),
-    )
-
-
-def _distinct(hosts: list[Host], option: str, faults: list[str]) -> list[Host]:
-    names = [host.name for host in hosts]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        faults.append(
-            f"{option} must have each host once, with its number of workers. Received: "
-            f"{', '.join(twice)} several times"
-        )
-    local = [name for name in names if _is_loopback(name)]
-    if local and len(hosts) > 1:
-        faults.append(
-            f"{option} must have names by which the hosts reach each other. Received: "
-            f"{local[0]}, which is another host on each of them. Expected this host's "
-            "name or address in the network of the others"
-        )
-    return hosts
-
-
-def _is_loopback(name: str) -> bool:
-    """Return whether a name means on each host that host itself, by its text."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(name.partition("%")[0]).is_loopback
-    return name.lower().rstrip(".") in ("localhost", "ip6-localhost")
-
-
 def assign(
     hosts: Sequence[Host], workers: int, servers: int
 ) -> Mapping[tuple[str, int], Host]:
@@ -370,3 +136,313 @@ def assign(
     for index in range(servers):
         found["ps", index] = used[index % len(used)]
     return found
+
+
+# The start of a task that runs on one of several hosts.
+
+# Of the launcher's environment, what tasks on other hosts get, besides `-x`.
+_PREFIXES = (
+    *("KERASDIST_", "KERAS_", "TF_", "XLA_", "OMP_", "NCCL_", "MKL_", "OPENBLAS_"),
+    "PYTHON",
+)
+# Of this host alone.
+_LOCAL = (
+    *("KERASDIST_REMOTE", "KERASDIST_ERROR_FD", "KERASDIST_REPORT_FD"),
+    "KERASDIST_STDERR_FD",
+    *("KERASDIST_CALL_FD", "KERASDIST_RESULT_FD"),
+)
+
+
+class TasksOnHosts:
+    """The commands of tasks on their hosts.
+
+    Args:
+        places: The place of each task.
+        reach: How hosts are reached.
+        exported: Names of variables that tasks get beside those of kerasdist,
+            TensorFlow, Keras and Python.
+        gpus: What `find_gpus` returns on each host, by its name.
+
+    Attributes:
+        places: The place of each task.
+        gpus: As given.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[tuple[str, int], Place],
+        reach: Reach,
+        exported: Collection[str],
+        gpus: Mapping[str, tuple[Sequence[str], str]],
+    ) -> None:
+        self.places = places
+        self.gpus = gpus
+        self._reach = reach
+        self._exported = exported
+        self._alone: set[tuple[str, int]] = set()
+        for host in {place.host for place in places.values()}:
+            there = [task for task in places if places[task].host == host]
+            self._alone.update(there[MOST_SHARED:])
+
+    def workers_by_host(self) -> dict[str, int]:
+        """Return the largest number of workers of each host, by its name."""
+        tasks = [(place.host.name, kind) for (kind, _), place in self.places.items()]
+        return {host: tasks.count((host, "worker")) for host, _ in tasks}
+
+    def command(
+        self,
+        task: tuple[str, int],
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        window: tuple[int, int] | None,
+        mine: Collection[str],
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the arguments and the environment of the process on this host.
+
+        Args:
+            task: Its kind and index, as `TF_CONFIG` has them.
+            command: The arguments of its interpreter.
+            environ: Its environment, as if it were on this host.
+            window: The terminal's lines and columns, if its output is shown there.
+            mine: The names of variables that are the task's own.
+        """
+        place = self.places[task]
+        exported = {
+            name: value
+            for name, value in environ.items()
+            if name not in _LOCAL
+            and (
+                name.startswith(_PREFIXES)
+                or name == "LD_PRELOAD"
+                or name in self._exported
+                or name in mine
+            )
+        }
+        alone = task in self._alone
+        facts = {
+            "host": place.host.target,
+            "reach": self._reach.command(place.host, "-I", "-S", alone=alone),
+            "program": program_text(agent.__file__).decode(),
+            "task": {
+                "folder": os.getcwd(),
+                "command": list(command),
+                "environ": exported,
+                "family": place.family,
+                "address": place.address,
+                "window": window,
+                "errors": task == ("worker", 0),
+            },
+        }
+        return [client.__file__], {**environ, "KERASDIST_REMOTE": json.dumps(facts)}
+
+
+# Seconds until all hosts must have answered; ssh gives up a connection earlier.
+ANSWER_SECONDS = 60.0
+_END_SECONDS = 2.0
+_MOST = 65536
+
+
+class HostsError(Exception):
+    """Hosts can't be used; `faults` has a message about each."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = list(faults)
+
+
+class HostProbe:
+    """The process that answers for one host, and keeps its ports.
+
+    Args:
+        host: The host.
+        reach: How it is reached.
+        question: The first question, see `kerasdist.cli.run.hosts.probe`.
+    """
+
+    def __init__(self, host: Host, reach: Reach, question: Mapping[str, Any]) -> None:
+        self.host = host
+        self.answer = b""
+        # Not a pipe, which nothing would read while the job runs.
+        self.errors: IO[bytes] = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
+        self.process = subprocess.Popen(
+            reach.command(host, first=True),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            # Ctrl-C is for the tasks, whose connections these are.
+            start_new_session=True,
+            bufsize=0,
+        )
+        if self.process.stdin is None or self.process.stdout is None:
+            raise RuntimeError("The process was started without pipes.")
+        self._questions, self._answers = self.process.stdin, self.process.stdout
+        self.ask(question, program_text(probe.__file__))
+
+    def ask(self, question: Mapping[str, Any], program: bytes = b"") -> None:
+        """Ask a question, the first one with the program that answers."""
+        self.answer = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._questions.write(program + json.dumps(question).encode() + b"\n")
+
+    def fileno(self) -> int:
+        """Return the descriptor of the answer."""
+        return self._answers.fileno()
+
+    def read(self) -> bool:
+        """Read what has arrived; return whether the answer isn't complete yet."""
+        data = os.read(self.fileno(), _MOST)
+        self.answer += data
+        return bool(data) and not self.answer.endswith(b"\n")
+
+    def result(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any] | str:
+        """Return the answer; if there was none in `seconds`, the reason."""
+        with contextlib.suppress(ValueError):
+            return dict(json.loads(self.answer.rpartition(b"\n")[0].split(b"\n")[-1]))
+        try:
+            code = self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"it hasn't answered within {seconds:g} s"
+        self.errors.seek(0)
+        text = self.errors.read().decode(errors="replace").strip()
+        return text.splitlines()[-1] if text else f"ssh has ended with {code}"
+
+    def close(self) -> None:
+        """End the process."""
+        for pipe in (self._questions, self._answers, self.errors):
+            with contextlib.suppress(OSError):
+                pipe.close()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def on_hosts(
+    options: HostOptions,
+    workers: int,
+    servers: int,
+    command: Sequence[str],
+    *,
+    finds_gpus: bool = False,
+) -> Iterator[TasksOnHosts]:
+    """Check the hosts, and keep connections to them in the block.
+
+    Args:
+        options: The settings.
+        workers: The largest number of workers.
+        servers: The number of parameter servers.
+        command: The arguments of the tasks' interpreter.
+        finds_gpus: Whether each lists its GPUs.
+
+    Raises:
+        HostsError: Some can't be used; all of them are named.
+    """
+    tasks: dict[Host, list[tuple[str, int]]] = {}
+    for task, host in assign(options.hosts, workers, servers).items():
+        tasks.setdefault(host, []).append(task)
+    counts = {host: len(some) for host, some in tasks.items()}
+    with asking(options, counts, command, finds_gpus=finds_gpus) as (reach, probes):
+        answers = {each.host: each.result() for each in probes}
+        here = probe.facts(os.getcwd(), list(command))
+        faults = [faults_of(host, answer, here) for host, answer in answers.items()]
+        if any(faults):
+            raise HostsError([*itertools.chain(*faults)])
+        found = {host: a for host, a in answers.items() if isinstance(a, dict)}
+        places = {
+            task: Place(host=host, family=family, address=tuple(address))
+            for host, some in tasks.items()
+            for task, (family, address) in zip(
+                some, found[host]["addresses"], strict=True
+            )
+        }
+        gpus = {host.name: answer["gpus"] for host, answer in found.items()}
+        yield TasksOnHosts(places, reach, options.exported, gpus)
+
+
+@contextlib.contextmanager
+def asking(
+    options: HostOptions,
+    counts: Mapping[Host, int],
+    command: Sequence[str],
+    *,
+    finds_gpus: bool,
+    listens: bool = False,
+) -> Iterator[tuple[Reach, list[HostProbe]]]:
+    """Ask the hosts, and keep connections and ports in the block.
+
+    Args:
+        options: The settings.
+        counts: The number of ports that each host keeps.
+        command: The arguments of the tasks' interpreter; empty: none is compared.
+        finds_gpus: Whether each lists its GPUs.
+        listens: Whether the ports can be connected to, as those of tasks can.
+
+    Yields:
+        How the hosts are reached; a probe for each, which has answered, or won't.
+    """
+    question = {
+        "folder": os.getcwd(),
+        "command": list(command),
+        "path": os.environ.get("PYTHONPATH", ""),
+        "find_gpus": Path(find.__file__).read_text("utf-8") if finds_gpus else "",
+        "exported": dict(options.exported),
+        "listens": listens,
+    }
+    with contextlib.ExitStack() as undo:
+        # Not in TMPDIR: the paths of sockets may have 108 characters.
+        folder = undo.enter_context(
+            tempfile.TemporaryDirectory(prefix="kerasdist-ssh-", dir="/tmp")
+        )
+        reach = Reach(ssh=options.ssh, python=options.python, control=Path(folder))
+        probes = []
+        for host, count in counts.items():
+            asked = {**question, "host": host.name, "ports": count}
+            probes.append(HostProbe(host, reach, asked))
+            undo.callback(probes[-1].close)
+        await_answers(probes)
+        yield reach, probes
+
+
+def await_answers(probes: Sequence[HostProbe], seconds: float = ANSWER_SECONDS) -> None:
+    """Wait until all have answered, or ended, for at most `seconds`."""
+    end = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for each in probes:
+            selector.register(each, selectors.EVENT_READ)
+        while selector.get_map() and (rest := end - time.monotonic()) > 0:
+            for key, _ in selector.select(rest):
+                found: Any = key.fileobj
+                if not found.read():
+                    selector.unregister(found)
+
+
+def faults_of(
+    host: Host, answer: dict[str, Any] | str, here: Mapping[str, Any]
+) -> list[str]:
+    """Return why a host can't be used, or differs; empty if all is well.
+
+    Args:
+        host: The host.
+        answer: The result of its probe.
+        here: The facts of this host.
+    """
+    if isinstance(answer, str):
+        return [f"{host.target} can't be used: {answer}"]
+    faults = differences(host.target, answer["facts"], here)
+    if "fault" in answer:
+        faults.append(f"{host.target} can't be used: {answer['fault']}")
+    return faults
+
+
+def differences(
+    name: str, there: Mapping[str, Any], here: Mapping[str, Any]
+) -> list[str]:
+    """Return in what a host with this name differs from this one, by both's facts."""
+    return [
+        f"{name} differs in its {fact}: {there.get(fact)}. Expected as on this host: "
+        f"{expected}"
+        for fact, expected in here.items()
+        if there.get(fact, expected) != expected
+    ]

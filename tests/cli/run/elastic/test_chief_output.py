@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.cli.run.elastic_outcome import RoleLines
+from kerasdist.cli.run.output import RoleLines
 
 
 def fed(lines, *pieces):
@@ -14,10 +14,10 @@ def fed(lines, *pieces):
 def test_a_new_chief_shows_what_it_wrote_since_the_old_one_ended():
     lines = RoleLines(None, is_chief=False)
     assert fed(lines, b"before\nat the ", b"same time") == b""
-    assert lines.keep_all(0.0) == b""
+    assert lines.keep_all() == b""
     assert fed(lines, b" as it ended\nafter", b"wards\nno ") == b""
-    assert lines.begin(0.0) == b"at the same time as it ended\nafterwards\n"
-    assert lines.begin(0.0) == b""
+    assert lines.begin() == b"at the same time as it ended\nafterwards\n"
+    assert lines.begin() == b""
     assert fed(lines, b"end\n") == b"no end\n"
     assert lines.flush() == b""
 
@@ -25,36 +25,36 @@ def test_a_new_chief_shows_what_it_wrote_since_the_old_one_ended():
 def test_without_an_end_of_the_old_chief_it_begins_with_the_present_state_of_a_bar():
     lines = RoleLines(None, is_chief=False)
     fed(lines, b"epoch 1\n", b"\r1/10", b"\r2/10")
-    assert lines.begin(0.0) == b""
+    assert lines.begin() == b""
     assert fed(lines, b"\r3/10\r") == b"2/10\r3/10\r"
 
 
 def test_the_old_chiefs_line_is_ended():
     lines = RoleLines(None, is_chief=True)
     assert fed(lines, b"\r1/10\r", b"2/10") == b"\r1/10\r"
-    assert lines.end(0.0) == b"2/10\n"
+    assert lines.end() == b"2/10\n"
     assert fed(lines, b"more\n") == b""
-    assert lines.flush() == lines.end(0.0) == b""
+    assert lines.flush() == lines.end() == b""
 
 
 @pytest.mark.parametrize("shown", [b"all\n", b""])
 def test_a_line_that_has_an_end_gets_no_other(shown):
     lines = RoleLines(b"[0] ", is_chief=True)
     assert fed(lines, shown) == shown
-    assert lines.end(0.0) == b""
+    assert lines.end() == b""
     assert fed(lines, b"more\n") == b"[0] more\n"
 
 
 def test_tags_end_with_the_line_in_which_the_role_changes():
     lines = RoleLines(b"[2] ", is_chief=False)
     assert fed(lines, b"one\ntw") == b"[2] one\n"
-    lines.keep_all(0.0)
-    assert lines.begin(0.0) == b""
+    lines.keep_all()
+    assert lines.begin() == b""
     assert fed(lines, b"o\n") == b"two\n"
 
 
 def test_what_is_kept_has_a_bound():
     lines = RoleLines(None, is_chief=False)
-    lines.keep_all(0.0)
+    lines.keep_all()
     fed(lines, *[b"x" * 1000 + b"\n"] * 1000)
-    assert len(lines.begin(0.0)) <= 64 * 1024
+    assert len(lines.begin()) <= 64 * 1024

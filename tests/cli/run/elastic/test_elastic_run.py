@@ -55,7 +55,7 @@ def test_a_signal_to_the_launcher_lets_the_workers_leave(launcher):
     assert launcher.wait_for("left-0", "left-1") == ["None", "None"]
 
 
-PAUSE = "from kerasdist.cli.run.elastic import outcome; outcome.FIRST_PAUSE = 3"
+PAUSE = "from kerasdist.cli.run import outcome; outcome.FIRST_PAUSE = 3"
 
 
 def test_a_signal_to_the_launcher_starts_nothing_again(launcher):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kerasdist.cli.run.gpus import Division, divide, in_words
 from kerasdist.cli.run.hosts.find_gpus import find_gpus
+from kerasdist.cli.run.job_spec import Division, divide, divisions_in_words
 
 # The forms of the driver's output.
 TWO = """\
@@ -93,7 +93,7 @@ def test_without_gpus_or_with_all_nothing_is_set() -> None:
         division = divide(option, names, 2, [])
         assert division.shares is None
         assert division.environ(0) == division.environ(None) == {}
-        assert not in_words([division])
+        assert not divisions_in_words([division])
 
 
 def test_a_server_gets_none() -> None:
@@ -108,7 +108,7 @@ def test_a_worker_gets_one_part_of_a_gpu() -> None:
     parts = [f"MIG-{i}" for i in range(4)]
     division = divide("auto", parts, 2, [])
     assert division.shares == (("MIG-0",), ("MIG-1",))
-    assert in_words([division]) == "4 GPUs for 2 workers, 1 each; 2 not used"
+    assert divisions_in_words([division]) == "4 GPUs for 2 workers, 1 each; 2 not used"
     faults: list[str] = []
     divide("2", parts, 2, faults)
     assert faults == [
@@ -133,7 +133,7 @@ def test_equal_hosts_are_said_together() -> None:
     def of(host: str, gpus: int, workers: int) -> Division:
         return divide("auto", NAMES[:gpus], workers, [], host)
 
-    assert in_words([of("a", 4, 2), of("b", 4, 2), of("c", 1, 1), of("d", 0, 2)]) == (
-        "a, b: 4 GPUs for 2 workers, 2 each; c: 1 GPU for 1 worker, 1 each"
-    )
-    assert in_words([of("", 3, 2)]) == "3 GPUs for 2 workers, 1 or 2 each"
+    assert divisions_in_words(
+        [of("a", 4, 2), of("b", 4, 2), of("c", 1, 1), of("d", 0, 2)]
+    ) == ("a, b: 4 GPUs for 2 workers, 2 each; c: 1 GPU for 1 worker, 1 each")
+    assert divisions_in_words([of("", 3, 2)]) == "3 GPUs for 2 workers, 1 or 2 each"

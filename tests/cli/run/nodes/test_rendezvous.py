@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.cli.run.nodes import NodeOptions, RendezvousError, meeting
+from kerasdist.cli.run.nodes import RendezvousError, meeting
+from kerasdist.cli.run.options import NodeOptions
 from workers import free_ports
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.cli.run.output import LineTagger, QuietLines, StartUpLines
+from kerasdist.cli.run.output import LineTagger, StartUpLines
 
 # As TensorFlow 2.16 to 2.21 write them.
 STUB = (
@@ -97,6 +97,6 @@ def test_what_is_no_whole_line_passes_at_once():
 
 
 def test_a_tag_stands_before_each_line_that_is_left():
-    lines = QuietLines(StartUpLines({}), LineTagger(b"[1] "))
+    lines = StartUpLines({}, LineTagger(b"[1] "))
     assert lines.feed(f"{STUB}\nhello\nI0000 00".encode(), 0.0) == b"[1] hello\n"
     assert lines.flush() == b"[1] I0000 00\n"

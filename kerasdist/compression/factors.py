@@ -1,0 +1,84 @@
+"""Sufficient factors: a matrix's gradient as the rows that it is computed from.
+
+Zhang et al.: Poseidon, USENIX ATC 2017, section 3.2. The gradient of a `Dense` kernel
+of m x n is the sum of B outer products, of a layer's inputs and the gradients of its
+outputs. Where the B (m + n) numbers of all ranks are fewer than an all-reduce would
+send, they are sent in place of the gradient, and each rank multiplies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from kerasdist.compression.contract import (
+    AllGather,
+    AllReduce,
+    Compressor,
+    Memory,
+    OuterProducts,
+    Payload,
+)
+
+
+class Factors(Compressor):
+    """Sends the factors of the gradients of matrices where these are fewer bytes.
+
+    Nothing is lost: the sums are those of one process but for rounding. For each step
+    and each matrix all ranks choose alike, by the number of rows that they have.
+    """
+
+    needs_factors: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return "Factors()"
+
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        memory: Memory,
+        all_reduce: AllReduce,
+        all_gather: AllGather,
+    ) -> tuple[list[Any], Memory, Any]:
+        """See `Compressor.reduce`."""
+        payload = Payload(all_reduce, all_gather)
+        factored = {
+            i: gradient
+            for i, gradient in enumerate(gradients)
+            if isinstance(gradient, OuterProducts)
+        }
+        if not factored:
+            return payload.all_reduce(gradients), memory, payload.bytes
+        rows = tf.stack(
+            [tf.shape(each.left, tf.int64)[0] for each in factored.values()]
+        )
+        every = payload.all_gather(rows[tf.newaxis])
+        total = tf.unstack(tf.reduce_sum(every, 0), num=len(factored))
+        pays = {
+            i: number * sum(each.shape) < 2 * each.shape.num_elements()
+            for (i, each), number in zip(factored.items(), total, strict=True)
+        }
+
+        # What isn't sent in one way is of no rows in the other one, so that the calls
+        # are the same in each step.
+        def in_full(i: int, gradient: Any) -> Any:
+            if i not in factored:
+                return gradient
+            _, columns = gradient.shape
+            return tf.cond(
+                pays[i],
+                lambda: tf.zeros([0, columns], gradient.dtype),
+                gradient.product,
+            )
+
+        sums = payload.all_reduce([in_full(i, g) for i, g in enumerate(gradients)])
+        for i, gradient in factored.items():
+            both = tf.concat([gradient.left, gradient.right], 1)
+            both = payload.all_gather(both[: tf.where(pays[i], tf.shape(both)[0], 0)])
+            found = OuterProducts(*tf.split(both, gradient.shape.as_list(), axis=1))
+            reduced = sums[i]
+            sums[i] = tf.cond(pays[i], found.product, lambda total=reduced: total)
+            sums[i].set_shape(gradient.shape)
+        return sums, memory, payload.bytes

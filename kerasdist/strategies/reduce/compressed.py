@@ -1,0 +1,164 @@
+"""Sums of gradients by a compressor: its memories, and the gradients that it gets.
+
+Each replica compresses its own gradients, on its device, and keeps the memory of its
+own: `kerasdist.compression` has what happens in between. Gradients of whole numbers, of
+shapes that aren't known, and those that no variable belongs to are sent as they are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kerasdist import _tf
+from kerasdist._tf.outer_products import factors_of
+from kerasdist.compression.contract import Compressor, Memory, OuterProducts
+
+
+class Memories:
+    """The memories of one worker's replicas, by variable; they end with these.
+
+    Args:
+        compressor: What they are for.
+    """
+
+    def __init__(self, compressor: Compressor | None) -> None:
+        self._compressor = compressor
+        self._kept: dict[tuple[int, int], tuple[Any, tuple[Any, ...]]] = {}
+
+    def of(
+        self, owners: Sequence[Any], shapes: Sequence[Any], replica: int, device: str
+    ) -> list[tuple[Any, ...]]:
+        """Return the variables of the memory of each gradient.
+
+        Args:
+            owners: The Keras variables, or TensorFlow's, that the gradients are of.
+            shapes: The gradients' shapes.
+            replica: The number of the replica on this worker.
+            device: Where new ones are made.
+        """
+        keys = [(id(owner), replica) for owner in owners]
+        known = [key in self._kept for key in keys]
+        if self._compressor is not None and not all(known):
+            first = self._compressor.init([tuple(shape) for shape in shapes])
+            for key, owner, there, arrays in zip(
+                keys, owners, known, first, strict=True
+            ):
+                if not there:
+                    made = tuple(
+                        _tf.own_variable(array, tf.float32, device) for array in arrays
+                    )
+                    self._kept[key] = weakref.ref(owner, self._forget(key)), made
+        return [self._kept[key][1] for key in keys]
+
+    def _forget(self, key: tuple[int, int]) -> Callable[[Any], None]:
+        kept = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            memories = kept()
+            if memories is not None:
+                memories._kept.pop(key, None)
+
+        return forget
+
+    @property
+    def variables(self) -> list[Any]:
+        """All variables, in the order in which they were made."""
+        return [each for _, made in self._kept.values() for each in made]
+
+
+def check_optimizer(compressor: Compressor | None, optimizer: Any) -> None:
+    """Check that an optimizer fits to a compressor.
+
+    Raises:
+        ValueError: Both have momentum.
+    """
+    mine = getattr(compressor, "momentum", 0)
+    if mine and getattr(optimizer, "momentum", 0):
+        raise ValueError(
+            "Momentum is applied once: by the compressor before gradients are sent, or "
+            f"by the optimizer. Received: {compressor!r} and an optimizer with "
+            f"momentum={optimizer.momentum}. Create the optimizer without momentum."
+        )
+
+
+def compressed_sums(
+    compressor: Compressor,
+    memories: Memories,
+    gradients: Sequence[Any],
+    owners: Sequence[Any | None],
+    weight: Any,
+    all_reduce: Callable[[Sequence[Any]], list[Any]],
+    all_gather: Callable[[Any], Any],
+    *,
+    replica: int = 0,
+    device: str = "",
+) -> list[Any]:
+    """Sum gradients over all replicas; all of them call it alike.
+
+    Args:
+        compressor: The compressor.
+        memories: Those of this worker.
+        gradients: Dense tensors.
+        owners: The variable of each gradient, or None.
+        weight: Times the gradients it is this replica's part of the sums; 0 gives
+            zeros, whatever the gradients hold.
+        all_reduce: Sums each of a list of tensors over all replicas.
+        all_gather: Concatenates all replicas' tensors along the first axis.
+        replica: The number of this replica on this worker.
+        device: The replica's device.
+
+    Returns:
+        The sums, the same on all replicas.
+    """
+    parts = [
+        _part(compressor, gradient, owner, weight)
+        for gradient, owner in zip(gradients, owners, strict=True)
+    ]
+    chosen = [
+        i
+        for i, (part, owner) in enumerate(zip(parts, owners, strict=True))
+        if part.dtype.is_floating
+        and (owner is not None or not compressor.has_memory)
+        and (part.shape.is_fully_defined() or not compressor.has_memory)
+    ]
+    others = [i for i in range(len(parts)) if i not in set(chosen)]
+    results: list[Any] = [None] * len(parts)
+    if others:
+        totals = all_reduce([parts[i] for i in others])
+        for i, total in zip(others, totals, strict=True):
+            results[i] = total
+    if not chosen:
+        return results
+    given = [parts[i] for i in chosen]
+    variables: list[tuple[Any, ...]] = [() for _ in chosen]
+    if compressor.has_memory:
+        shapes = [part.shape for part in given]
+        some = [owners[i] for i in chosen]
+        variables = memories.of(some, shapes, replica, device)
+    before: Memory = [tuple(v.read_value() for v in each) for each in variables]
+    sums, after, _ = compressor.reduce(given, before, all_reduce, all_gather)
+    for kept, values in zip(variables, after, strict=True):
+        for variable, value in zip(kept, values, strict=True):
+            variable.assign(value)
+    for i, total in zip(chosen, sums, strict=True):
+        results[i] = total
+    return results
+
+
+def _part(compressor: Compressor, gradient: Any, owner: Any, weight: Any) -> Any:
+    """Return a replica's part of a sum: a tensor, or outer products if wanted."""
+    if owner is not None and not tf.executing_eagerly():
+        # That of a layer on sequences has no known shape.
+        gradient.set_shape(owner.shape)
+    factors = factors_of(gradient) if compressor.needs_factors else None
+    if factors is None:
+        return _tf.weighted(gradient, weight)
+    left, right = factors
+    return OuterProducts(
+        _tf.weighted(left, tf.cast(weight > 0, left.dtype)),
+        _tf.weighted(right, weight),
+    )

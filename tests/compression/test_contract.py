@@ -1,0 +1,193 @@
+"""What holds for every compressor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from ranks import Job
+
+from kerasdist.compression import (
+    Factors,
+    HalfPrecision,
+    PowerSGD,
+    TopK,
+    compressor_of,
+)
+from kerasdist.compression.contract import OuterProducts
+
+COMPRESSORS = [
+    HalfPrecision("bf16"),
+    HalfPrecision("fp16"),
+    Factors(),
+    PowerSGD(rank=1),
+    PowerSGD(rank=3, error_feedback=False),
+    TopK(ratio=0.05),
+    TopK(ratio=0.05, momentum=0.9),
+    TopK(ratio=1.0, momentum=0.9, nesterov=True),
+]
+SHAPES = [(20, 30), (30,), (3, 3, 4, 16), (1, 7), ()]
+each = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+
+
+def gradients(size, seed=0, scale=1.0, dtypes=("float32",) * 5):
+    random = np.random.default_rng(seed)
+    return [
+        [
+            tf.constant(scale * random.normal(size=shape), dtype)
+            for shape, dtype in zip(SHAPES, dtypes, strict=True)
+        ]
+        for _ in range(size)
+    ]
+
+
+def total(parts):
+    return [
+        np.sum([np.asarray(p, np.float64) for p in some], axis=0)
+        for some in zip(*parts, strict=True)
+    ]
+
+
+@each
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sums_have_shapes_and_dtypes_and_are_the_same_on_all_ranks(compressor, size):
+    dtypes = ("float32", "float32", "float16", "float64", "float32")
+    job = Job(compressor, size, SHAPES)
+    for seed in range(3):
+        given = gradients(size, seed, 0.1, dtypes)
+        sums = job.step(given)
+        assert [each.dtype.name for each in sums] == list(dtypes)
+        assert [each.shape for each in sums] == SHAPES
+        assert all(np.isfinite(each).all() for each in sums)
+        assert job.sent == sum(sent for _, sent in job.ranks.calls)
+        job.ranks.calls.clear()
+
+
+@pytest.mark.parametrize(
+    "compressor", [Factors(), PowerSGD(rank=1), TopK(ratio=0.05)], ids=repr
+)
+def test_what_is_sent_and_what_is_kept_are_all_that_was_given(compressor):
+    """With error feedback nothing is lost: over the steps, too."""
+    job = Job(compressor, 3, SHAPES)
+    given = [np.zeros(shape) for shape in SHAPES]
+    sums = [np.zeros(shape) for shape in SHAPES]
+    for seed in range(6):
+        parts = gradients(3, seed)
+        given = [g + t for g, t in zip(given, total(parts), strict=True)]
+        sums = [s + t for s, t in zip(sums, job.step(parts), strict=True)]
+    for number, shape in enumerate(SHAPES):
+        kept = np.zeros(shape)
+        for memory in job.memories:
+            if memory[number]:
+                rest = memory[number][0 if isinstance(compressor, PowerSGD) else -1]
+                kept = kept + np.asarray(rest).reshape(shape)
+        scale = np.abs(given[number]).max() + 1
+        np.testing.assert_allclose(
+            sums[number] + kept, given[number], rtol=0, atol=2e-6 * scale
+        )
+
+
+@each
+def test_zeros_are_zeros_and_change_nothing_after_them(compressor):
+    job = Job(compressor, 2, SHAPES)
+    for sums in (job.step(gradients(2, scale=0.0)) for _ in range(2)):
+        assert all(not each.any() for each in sums)
+    sums = job.step(gradients(2, seed=1))
+    assert all(each.any() for each in sums)
+
+
+@each
+def test_a_rank_without_rows_adds_nothing(compressor):
+    job = Job(compressor, 2, SHAPES)
+    alone = Job(compressor, 1, SHAPES)
+    for seed in range(3):
+        (mine,) = gradients(1, seed)
+        (none,) = gradients(1, scale=0.0)
+        for one, other in zip(job.step([mine, none]), alone.step([mine]), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+@each
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_is_so_on_all_ranks_and_leaves_no_trace(
+    compressor, bad
+):
+    shapes = SHAPES[:3]
+    job, other = (Job(compressor, 2, shapes) for _ in range(2))
+    for seed in range(2):
+        parts = [some[:3] for some in gradients(2, seed, 0.1)]
+        job.step(parts), other.step(parts)
+    parts = [some[:3] for some in gradients(2, 7, 0.1)]
+    parts[1] = [
+        tf.tensor_scatter_nd_update(g, [[0] * g.shape.rank], [bad]) for g in parts[1]
+    ]
+    sums = job.step(parts)
+    assert not any(np.isfinite(each).all() for each in sums)
+    for seed in range(2, 4):
+        parts = [some[:3] for some in gradients(2, seed, 0.1)]
+        for one, another in zip(job.step(parts), other.step(parts), strict=True):
+            np.testing.assert_array_equal(one, another)
+
+
+@each
+def test_memory_can_be_kept_in_a_file(compressor, tmp_path):
+    job, other = (Job(compressor, 2, SHAPES) for _ in range(2))
+    job.step(gradients(2, 0))
+    for rank, memory in enumerate(job.memories):
+        flat = [np.asarray(array) for parts in memory for array in parts]
+        np.savez(tmp_path / f"{rank}.npz", *flat)
+        with np.load(tmp_path / f"{rank}.npz") as file:
+            arrays = iter([file[name] for name in file.files])
+            other.memories[rank] = [
+                tuple(next(arrays) for _ in parts) for parts in memory
+            ]
+    for one, another in zip(
+        job.step(gradients(2, 1)), other.step(gradients(2, 1)), strict=True
+    ):
+        np.testing.assert_array_equal(one, another)
+
+
+@each
+def test_it_runs_in_a_graph_with_unknown_shapes_of_factors(compressor):
+    memory = compressor.init([(6, 5), (5,)])
+    left, right = np.ones((4, 6), np.float32), np.ones((4, 5), np.float32)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6]), tf.TensorSpec([None, 5])])
+    def step(left, right):
+        given = [OuterProducts(left, right), tf.reduce_sum(right, 0)]
+        sums, _, sent = compressor.reduce(
+            given, memory, lambda each: [2.0 * t for t in each], lambda t: t
+        )
+        return sums, tf.convert_to_tensor(sent)
+
+    (kernel, bias), sent = step(left, right)
+    assert (kernel.shape, bias.shape) == ((6, 5), (5,))
+    assert int(sent) > 0
+
+
+def test_names_and_objects():
+    assert compressor_of(None) is None
+    assert repr(compressor_of("powersgd")) == "PowerSGD(rank=2)"
+    given = TopK(ratio=0.5)
+    assert compressor_of(given) is given
+    with pytest.raises(ValueError, match="Received: compression='zip'"):
+        compressor_of("zip")
+    with pytest.raises(ValueError, match="Received: compression=3"):
+        compressor_of(3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PowerSGD(rank=0),
+        lambda: PowerSGD(rank=True),
+        lambda: PowerSGD(rank=1.5),
+        lambda: TopK(ratio=0),
+        lambda: TopK(ratio=1.5),
+        lambda: TopK(momentum=1.0),
+        lambda: HalfPrecision("fp8"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(make):
+    with pytest.raises(ValueError, match="Received: "):
+        make()
