@@ -144,7 +144,7 @@ class Search:
         servers: The addresses of the job's servers.
         session: The name of the servers' session.
         secret: The job's secret.
-        agreed: The settings that servers compare, see `requests.agreed`.
+        agreed: The settings that servers compare, see `agreed`.
         epoch: The number of the epoch.
         first: Whether this worker has been in no epoch before.
         deadline: When to give up.

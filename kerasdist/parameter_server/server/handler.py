@@ -336,7 +336,7 @@ def request_of(
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What belongs to a request beside its record."""
+    """The parts of a request beside its record."""
 
     worker: WorkerRecord
     message: Message

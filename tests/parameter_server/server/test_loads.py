@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kerasdist.errors import ProtocolError
 from kerasdist.parameter_server import Layout, ServerSettings, Variable
 from kerasdist.parameter_server.channel import Message, memory_pair
 from kerasdist.parameter_server.server.handler import (
@@ -15,6 +14,7 @@ from kerasdist.parameter_server.server.handler import (
     share_in_words,
 )
 from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType
 from servers import Servers
 
@@ -23,11 +23,18 @@ from servers import Servers
     "value", [None, 3, [], [[1, 2]], [[1, 2], [3]], [[1, -2], [3, 4]], [["a", 1]] * 2]
 )
 def test_damaged_loads_are_refused(value):
-    handler = RequestHandler(0, 2, 1, ServerSettings(), Timeouts())
-    worker = handler.membership.workers[0]
-    request = Message(FrameType.REQUEST, Call(0), {"do": "Split", "loads": value}, ())
-    with pytest.raises(ProtocolError, match=r"^A request is damaged\. Received: "):
-        handler._answer(worker, request, memory_pair()[0])
+    settings = ServerSettings(mode="async")
+    handler = RequestHandler(0, 2, 1, settings, Timeouts())
+    reported = []
+    handler.on_split = reported.append
+    mine, theirs = memory_pair()
+    meta = {"do": "Split", "loads": value}
+    mine.send(Message(FrameType.REQUEST, Call(0), meta, ()), Deadline(5))
+    reason = handler.serve(handler.membership.workers[0], theirs)
+    assert reason.startswith("it sent an invalid request (A request is damaged. Rec")
+    reply = mine.receive(Deadline(5), 1000)
+    assert reply.frame is FrameType.FAILURE
+    assert reported == []
 
 
 def test_in_words():
