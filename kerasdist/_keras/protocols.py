@@ -211,6 +211,15 @@ class AsyncHooks(Protocol):
     ) -> Any: ...
 
 
+class LocalHooks(Protocol):
+    """Steps of one worker, and averages; see `strategies.local_steps`."""
+
+    def step(self, rows: Any) -> contextlib.AbstractContextManager[None]: ...
+    def begin_steps(self, trainer: Any) -> None: ...
+    def end_steps(self, trainer: Any) -> None: ...
+    def end_epoch(self, trainer: Any) -> None: ...
+
+
 class ElasticHooks(Protocol):
     """Changes of membership: workers that are lost, or join, during a call of Keras.
 
@@ -314,6 +323,7 @@ class KerasHooks:
         data: The division of data.
         dynamic: The epochs of asynchronous workers; None if they are synchronous.
         elastic: Changes of membership; None if the workers stay the same.
+        local: Steps of each worker by itself; None if gradients are reduced.
         checkpoint: The `preemption.checkpoint_file.CheckpointFile` of an elastic job;
             else None.
     """
@@ -327,6 +337,7 @@ class KerasHooks:
     data: DataHooks
     dynamic: AsyncHooks | None = None
     elastic: ElasticHooks | None = None
+    local: LocalHooks | None = None
     checkpoint: Any = None
 
 

@@ -118,7 +118,12 @@ class SynchronousExtended(SharingExtended):
                 check=partial(check_optimizer, options.compression),
             ),
             data=self.data,
+            local=self._make_local(),
         )
+
+    def _make_local(self) -> Any:
+        """Return the hooks of local steps; None: gradients are reduced."""
+        return None
 
     @property
     def workers_in_sync(self) -> int:
