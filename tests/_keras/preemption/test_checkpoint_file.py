@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import pytest
 
-from kerasdist._keras.checkpoint_file import CheckpointFile, fault_of
 from kerasdist._keras.elastic.finished_calls import unfit
+from kerasdist._keras.elastic.training_state import CheckpointFile, fault_of
 from kerasdist.errors import SnapshotError
 
 PLACE = {
