@@ -4,9 +4,9 @@ Their modules are imported on request: none needs what the others need.
 The three classes are here, and what more than one room uses. The rooms:
 
 `sync` is the base of strategies in step, `asynchronous` that of workers that don't wait
-for each other; `reduce` has the way of a gradient, `data` and `chief_data` that of
-samples; `placed` has layers on devices, `native` TensorFlow's own collectives, and
-`measure` the times of steps.
+for each other; `reduce` has the way of a gradient, `data` that of samples; `placed` has
+layers on devices, `native` TensorFlow's own collectives, and `measure` the times of
+steps.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
@@ -27,18 +26,15 @@ from kerasdist._keras import (
 )
 from kerasdist._tf.row_pipelines import iterator_dataset
 from kerasdist.strategies.data.batch_split import (
-    CHECKSUM,
     ArrayParts,
-    SameBatches,
-    checksum_of_batch,
     count_rows,
-    different_batches,
     epoch_order,
     part_of_batch,
     reads_ahead,
     slice_rows,
     split_part,
 )
+from kerasdist.strategies.data.choice import CHECKSUM, checksum_of_batch
 from kerasdist.strategies.data.own_rows import PerWorkerDataset, PerWorkerIterator
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
@@ -158,36 +154,6 @@ class _Pass(PerWorkerIterator):
             before, self._size = self._size, self._workers.size
             if self._size < before:
                 self._report(before - self._size)
-
-
-# The check that a worker which has joined reads the same batches as the others.
-
-
-class ElasticBatches(SameBatches):
-    """The check of an elastic job: a worker that has joined is wrong by itself.
-
-    If only such workers read other batches than those that were there before, these
-    continue. `join` has compared the training data, but not those of evaluations.
-    """
-
-    def _compare(self, checksum: Any) -> list[Any]:
-        communicator = self._workers.communicator
-        joined = getattr(communicator, "has_joined", False)
-        mine = np.array([checksum, joined], np.int64)
-        every = [tuple(each) for each in communicator.all_gather(mine)]
-        old = [number for number, later in every if not later]
-        right = (old or [number for number, _ in every])[0]
-        if any(number != right for number in old) or int(checksum) != right:
-            ranks = communicator.ranks
-            wrong = [
-                rank
-                for rank, (number, _) in zip(ranks, every, strict=True)
-                if number != right
-            ]
-            first = next(rank for rank in ranks if rank not in wrong)
-            self._workers.fault = self._explain(different_batches(wrong, first))
-            raise self._workers.fault
-        return [np.int64(checksum)]
 
 
 class ElasticDataset(CountedData):

@@ -36,12 +36,12 @@ from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import (
-    checksum_of,
     count_rows,
     epoch_order,
     part_of_batch,
     split_part,
 )
+from kerasdist.strategies.data.choice import checksum_of_batch
 from kerasdist.strategies.reduce.consensus import Consensus
 
 # Sources from which dynamic batches are read by their numbers.
@@ -203,10 +203,7 @@ class DatasetSource(Source):
         """See `Source.read`."""
         for place, element in self._elements:
             if place < _CHECKED:
-                leaves = tf.nest.flatten(element, expand_composites=True)
-                self.evidence[place] = int(
-                    checksum_of(*[leaf.numpy() for leaf in leaves])
-                )
+                self.evidence[place] = checksum_of_batch(element)
             if place == number:
                 return (element,)
         return None

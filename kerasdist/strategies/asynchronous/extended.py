@@ -34,7 +34,8 @@ from kerasdist.strategies.asynchronous.live_group import (
     WorkersChanged,
 )
 from kerasdist.strategies.asynchronous.tables import SharedTables
-from kerasdist.strategies.data.batch_split import different_batches, split_part
+from kerasdist.strategies.data.batch_split import split_part
+from kerasdist.strategies.data.choice import different_batches
 from kerasdist.strategies.data.own_rows import own_part
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.measure.step_clock import StepClock

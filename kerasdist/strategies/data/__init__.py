@@ -1,5 +1,4 @@
 """Division of samples among the workers, their replicas, and an epoch's steps.
 
-Whether the workers' data are the same, and the choice if not, is in
-`strategies.chief_data`.
+Also the comparison of the workers' data, and the chief's on all workers if they differ.
 """

@@ -30,14 +30,13 @@ from kerasdist._tf.row_pipelines import RowPipeline
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.batch_split import (
-    CHECKSUM,
-    SameBatches,
     bounds_of_replica,
     reads_ahead,
     slice_rows,
     split_part,
     with_facts,
 )
+from kerasdist.strategies.data.choice import CHECKSUM, SameBatches
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 

@@ -17,27 +17,113 @@ No worker reads all items, so the check that all workers' datasets are the same 
 sample: all read item 0 and compare it when a dataset is given, and again before each
 epoch if the dataset changes between epochs. Arrays that differ from one reading to the
 next on the same worker (random augmentation) aren't compared. If the datasets differ
-the chief may read all items: see `strategies.chief_data.items`.
+the chief may read all items: see `strategies.data.chief_data`.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist import _tf
 from kerasdist._keras import BatchIterator, ItemData, StepTimer
-from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.data.batch_split import epoch_order, with_facts
-from kerasdist.strategies.data.item_codec import REMEDIES, ItemCodec
+from kerasdist.strategies.data.batch_split import epoch_order
+from kerasdist.strategies.data.chief_data import ChiefFeed, own_rows_of
+from kerasdist.strategies.data.choice import REMEDIES, DataChoice, tell_chiefs
+from kerasdist.strategies.data.comparison import Content, batch_of, of_object
+from kerasdist.strategies.data.encoding import (
+    as_dtype,
+    chiefs_facts,
+    encode,
+    gather_facts,
+    pack,
+    unpack,
+)
 from kerasdist.strategies.reduce.workers import Workers
+
+
+class ItemForm:
+    """The common form of all items, which is that of item 0.
+
+    Args:
+        item: A nest of arrays and None.
+
+    Attributes:
+        structure: The nest, with text in place of its arrays.
+        text: The form as text; equal for equal forms, in every process.
+        exchangeable: Whether such items can be sent: all leaves are arrays of
+            numbers with at least one dimension, and there is one.
+    """
+
+    def __init__(self, item: Any) -> None:
+        self.structure = tf.nest.map_structure(_kind, item)
+        self.text = str(self.structure)
+        leaves = tf.nest.flatten(item)
+        arrays = [leaf for leaf in leaves if leaf is not None]
+        self.exchangeable = bool(arrays) and all(map(_is_exchangeable, arrays))
+        if self.exchangeable:
+            self._dtypes = [
+                leaf if leaf is None else leaf.dtype.name for leaf in leaves
+            ]
+            self._dimensions = [leaf if leaf is None else leaf.ndim for leaf in leaves]
+
+    def pack(self, index: int, item: Any) -> npt.NDArray[Any]:
+        """Encode an item and its index as bytes.
+
+        Raises:
+            ValueError: The item has another form. Dtypes may differ: arrays are
+                converted, as TensorFlow converts a generator's values.
+        """
+        other = ItemForm(item)
+        if not other.exchangeable or other._dimensions != self._dimensions:
+            raise ValueError(
+                "All items of a PyDataset must have the same structure and numbers of "
+                f"dimensions. Received: item {index} with {other.text}; item 0 has "
+                f"{self.text}."
+            )
+        given = zip(tf.nest.flatten(item), self._dtypes, strict=True)
+        leaves = [
+            encode(leaf if name is None else np.asarray(leaf, as_dtype(name)))
+            for leaf, name in given
+        ]
+        return pack({"index": index}, leaves)
+
+
+def _arrays(item: Any) -> list[Any]:
+    return [leaf for leaf in tf.nest.flatten(item) if leaf is not None]
+
+
+def _checksums(item: Any) -> list[int]:
+    """Return one number for each array, from its shape and contents."""
+    return [
+        zlib.crc32(np.ascontiguousarray(a).tobytes(), zlib.crc32(str(a.shape).encode()))
+        for a in _arrays(item)
+    ]
+
+
+def _kind(leaf: Any) -> str | None:
+    if isinstance(leaf, np.ndarray):
+        return f"{leaf.dtype.name}[{leaf.ndim}]"
+    return None if leaf is None else type(leaf).__name__
+
+
+def _is_exchangeable(leaf: Any) -> bool:
+    if not isinstance(leaf, np.ndarray) or leaf.ndim == 0:
+        return False
+    try:
+        dtype = tf.as_dtype(leaf.dtype)
+    except TypeError:
+        return False
+    return bool(
+        dtype.is_floating or dtype.is_integer or dtype.is_bool or dtype.is_complex
+    )
 
 
 class DifferentItems(ValueError):
@@ -47,19 +133,20 @@ class DifferentItems(ValueError):
 def share_items(
     workers: Workers,
     timer: StepTimer,
+    choice: DataChoice,
     data: ItemData,
-    seed: Any,
-    feed_if_different: Callable[[ValueError | None], Any],
+    seed: Callable[[], int],
+    log_once: Callable[[str, str], None],
 ) -> Any | None:
-    """Return the iterable over this worker's parts of all items.
+    """Return the iterable over this worker's parts of all items, or of the chief's.
 
     Args:
         workers: The connected workers.
         timer: Measures steps, and the time of waiting.
-        data: The PyDataset.
-        seed: A function that returns a seed that all workers agree on.
-        feed_if_different: Returns the feed of the chief's items, or None, given the
-            error that describes how the workers' items differ, if that's known.
+        choice: Decides whose data are used.
+        data: This worker's PyDataset.
+        seed: Returns a seed that all workers agree on.
+        log_once: Logs a line on the chief, given the kind of data and a line.
 
     Returns:
         None, on all workers, if there are no items or they can't be exchanged (ragged
@@ -68,6 +155,12 @@ def share_items(
     Raises:
         ValueError: The workers were given different data. All workers raise it.
     """
+
+    def feed_if_different(different: ValueError | None) -> ChiefFeed | None:
+        return _chiefs_items(workers, timer, choice, data, seed, log_once, different)
+
+    if choice.mode == "chief":
+        return feed_if_different(None)
     items = SharedItems(workers, timer, data, feed_if_different)
     try:
         exchangeable = items.agree()
@@ -78,6 +171,66 @@ def share_items(
     if data.shuffle:
         items.seed = seed()
     return items
+
+
+def _chiefs_items(
+    workers: Workers,
+    timer: StepTimer,
+    choice: DataChoice,
+    data: ItemData,
+    seed: Callable[[], int],
+    log_once: Callable[[str, str], None],
+    different: ValueError | None,
+) -> ChiefFeed | None:
+    """Return the feed of the chief's items; None if all workers have the same.
+
+    Args: See `share_items`; `different` is the error that describes how the workers'
+        datasets differ, if that's known.
+
+    Raises:
+        ValueError: They differ, and the chief's can't be used; on all workers.
+    """
+    item = data.read(0) if data.length != 0 else None
+    content = Content([] if item is None else [batch_of(item)])
+
+    def error(others: list[int], _: Any) -> ValueError:
+        return different or ValueError(
+            "The workers' PyDatasets hold different items. Received: item 0 of "
+            f"ranks {others} differs from rank 0's."
+        )
+
+    why = choice.of_chief(
+        workers.communicator,
+        "PyDatasets",
+        content,
+        length=data.length,
+        settings={"shuffle": data.shuffle},
+        origin=lambda: of_object(data.dataset),
+        different=error,
+    )
+    if not why:
+        if different is not None:
+            raise different
+        return None
+    seeded, epochs = seed(), itertools.count(1)
+
+    def read_all() -> Iterator[Any]:
+        """Read all items, in the order of the next epoch."""
+        length, epoch, order = data.length, next(epochs), None
+        if data.shuffle and length is not None:
+            order = epoch_order(length, 1, True, seeded, epoch).tolist()
+        reader = data.reader(0, 1, order)
+        try:
+            for _ in itertools.count() if length is None else range(length):
+                yield reader.read()[1]
+        finally:
+            reader.close()
+
+    feed = ChiefFeed(workers, timer, read_all, item, item)
+    feed.length = chiefs_facts(workers.communicator, {"length": data.length})["length"]
+    feed.rows = content.rows
+    tell_chiefs(log_once, "PyDatasets", why, content.leaves)
+    return feed
 
 
 class SharedItems:
@@ -105,7 +258,7 @@ class SharedItems:
         self._feed_if_different = feed_if_different
         self.seed = 0
         self.length: int | None = None
-        self.form: ItemCodec | None = None
+        self.form: ItemForm | None = None
         self.example: Any = None
         self.rows = 0
         self._epoch = 0
@@ -141,26 +294,31 @@ class SharedItems:
         item = form = None
         if self.length != 0:
             item = self.data.read(0)
-            form = ItemCodec(item)
+            form = ItemForm(item)
             facts["item"] = form.text
             facts["exchangeable"] = form.exchangeable
             if form.exchangeable:
-                facts["checksums"] = form.checksums(item)
-        every = self._all_facts(facts)
+                facts["checksums"] = _checksums(item)
+        checksums = self._compare(facts)
         if form is None or not form.exchangeable:
             return False
-        self.form, self.example, self.rows = form, form.example(item), form.rows(item)
-        if any(other != every[0] for other in every):
-            self._read_again(form, every)
+        self.form, self.rows = form, len(_arrays(item)[0])
+        # It takes no memory.
+        self.example = tf.nest.map_structure(
+            lambda a: (
+                a if a is None else np.broadcast_to(np.zeros((), a.dtype), a.shape)
+            ),
+            item,
+        )
+        if any(other != checksums[0] for other in checksums):
+            self._read_again(form, checksums)
         return True
 
-    def _all_facts(self, facts: dict[str, Any]) -> list[Any]:
-        """Exchange facts; return all workers' checksums."""
-        communicator = self.workers.communicator
-        text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-        every = [json.loads(other.tobytes()) for other in communicator.all_gather(text)]
+    def _compare(self, facts: dict[str, Any]) -> list[Any]:
+        """Compare facts over the workers; return all workers' checksums."""
+        every = gather_facts(self.workers.communicator, facts)
         checksums = [other.pop("checksums", None) for other in every]
-        ranks = communicator.ranks
+        ranks = self.workers.communicator.ranks
         for rank, other in zip(ranks, every, strict=True):
             if other != every[0]:
                 raise DifferentItems(
@@ -171,7 +329,7 @@ class SharedItems:
                 )
         return checksums
 
-    def _read_again(self, form: ItemCodec, checksums: list[list[int]]) -> None:
+    def _read_again(self, form: ItemForm, checksums: list[list[int]]) -> None:
         """Check whether item 0, which differs between workers, varies on one, too.
 
         Raises:
@@ -180,10 +338,8 @@ class SharedItems:
         communicator = self.workers.communicator
         mine = checksums[communicator.rank]
         item = self.data.read(0)
-        if ItemCodec(item).text == form.text:
-            now = form.checksums(item)
-        else:
-            now = [-1] * len(mine)
+        alike = ItemForm(item).text == form.text
+        now = _checksums(item) if alike else [-1] * len(mine)
         flags = np.array([a == b for a, b in zip(now, mine, strict=True)])
         steady = communicator.all_reduce([flags], "min")[0]
         ranks = communicator.ranks
@@ -260,45 +416,25 @@ class SharedItemsIterator(BatchIterator):
                 every = communicator.all_gather(packed)
                 self._met = time.time() - begin
                 yield [
-                    self._own_rows(form, every[other], start + other, order)
+                    self._own_part(form, every[other], start + other, order)
                     for other in range(count)
                 ]
         finally:
             reader.close()
 
-    def _own_rows(self, form: ItemCodec, packed: Any, number: int, order: Any) -> Any:
+    def _own_part(self, form: ItemForm, packed: Any, number: int, order: Any) -> Any:
         """Return this worker's part of an item: per replica, if it has several."""
-        workers = self._items.workers
-        index, arrays = form.unpack(packed)
-        expected = number if order is None else int(order[number])
+        facts, leaves = unpack(packed)
+        index, expected = (
+            facts["index"],
+            number if order is None else int(order[number]),
+        )
         if index != expected:
             raise RuntimeError(
                 "A worker has read another item than that of the epoch's order. "
                 f"Received: item {index}; expected item {expected}. Please report it."
             )
-        first, local, replicas = workers.layout
-        total = arrays[0].shape[0]
-        parts = []
-        for i, device in enumerate(workers.devices[:local]):
-            rows = equal_part(total, replicas, first + i)
-            with tf.device(device):
-                leaves = [
-                    tf.convert_to_tensor(_own_part(array, first + i, replicas))
-                    for array in arrays
-                ]
-                facts = [tf.constant(total, tf.int64), None]
-                if total < replicas:
-                    facts[1] = tf.constant(rows.stop - rows.start, tf.int64)
-            parts.append(with_facts(form.item(leaves), *facts))
-        return parts[0] if local == 1 else _tf.regroup(parts)
-
-
-def _own_part(array: Any, replica: int, replicas: int) -> Any:
-    """Return a copy of a replica's rows, so that the rest of the item can be freed."""
-    rows = equal_part(array.shape[0], replicas, replica)
-    if rows.start == rows.stop:  # see `strategies.data.batch_split`
-        rows = slice(array.shape[0] - 1, array.shape[0])
-    return array[rows].copy()
+        return own_rows_of(self._items.workers, form.structure, leaves)
 
 
 def _text(facts: dict[str, Any]) -> str:

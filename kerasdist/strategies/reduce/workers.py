@@ -177,7 +177,7 @@ class ReplicaLayout(NamedTuple):
 class Workers:
     """The connected workers of a strategy, and the replicas of this one.
 
-    Everything in `strategies.reduce`, `.data` and `.chief_data` takes it.
+    Everything in `strategies.reduce` and `strategies.data` takes it.
 
     Args:
         job: The connected workers.

@@ -17,19 +17,8 @@ from kerasdist._tf.row_pipelines import RowPipeline, row_pipeline
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.placement.plan import counted
-from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.chief_data.encoding import Encoded, decode, encode
-from kerasdist.strategies.chief_data.items import (
-    ChiefItems,
-    PeekedRows,
-    verify_or_adopt_arrays,
-    verify_or_adopt_batch,
-    verify_or_adopt_dataset,
-)
 from kerasdist.strategies.data.batch_split import (
-    CHECKSUM,
     ArrayEpochs,
-    SameBatches,
     count_rows,
     epoch_order,
     fill_if_empty,
@@ -38,6 +27,14 @@ from kerasdist.strategies.data.batch_split import (
     split_part,
     with_facts,
 )
+from kerasdist.strategies.data.chief_data import (
+    PeekedRows,
+    verify_or_adopt_arrays,
+    verify_or_adopt_batch,
+    verify_or_adopt_dataset,
+)
+from kerasdist.strategies.data.choice import CHECKSUM, DataChoice, SameBatches
+from kerasdist.strategies.data.encoding import Encoded, decode, encode
 from kerasdist.strategies.data.own_rows import (
     OwnRows,
     PerWorkerDataset,
@@ -501,16 +498,10 @@ class SynchronousData:
         """
         if self._workers.communicator.size == 1:
             return None
-        workers, timer = self._workers, self._timer
-        chiefs = ChiefItems(
-            workers, timer, self._choice, data, self.seed, self._log_once
+        items = share_items(
+            *(self._workers, self._timer, self._choice, data),
+            *(self.seed, self._log_once),
         )
-        if self._choice.mode == "chief":
-            items = chiefs.feed_if_different(None)
-        else:
-            items = share_items(
-                workers, timer, data, self.seed, chiefs.feed_if_different
-            )
         if items is not None:
             self._given = GivenData(
                 batch_size=items.rows,

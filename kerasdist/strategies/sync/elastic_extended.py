@@ -14,14 +14,13 @@ from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, KerasHooks, StepTimer
 from kerasdist._keras.elastic.training_state import CheckpointFile
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
-from kerasdist.strategies.data.item_codec import in_elastic_job
+from kerasdist.strategies.data.choice import SameBatches, in_elastic_job
 from kerasdist.strategies.data.own_rows import has_own_policy, is_by_file
 from kerasdist.strategies.elastic_data import (
     OWN_PASS,
     SHARED_PASS,
     CountedDataset,
     ElasticArrays,
-    ElasticBatches,
     ElasticDataset,
     ElasticOwnData,
 )
@@ -89,7 +88,7 @@ class ElasticData(SynchronousData):
     ) -> None:
         options = dataclasses.replace(options, data="same")
         super().__init__(extended, timer, options, log_once)
-        self._same = ElasticBatches(self._workers, in_elastic_job)
+        self._same = SameBatches(self._workers, in_elastic_job)
 
     def verify_or_adopt_batch(self, batch: Any) -> Any:
         """See `SynchronousData.verify_or_adopt_batch`."""

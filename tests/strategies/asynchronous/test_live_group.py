@@ -10,9 +10,8 @@ import tensorflow as tf
 
 from kerasdist.strategies.asynchronous.extended import compare_evidence
 from kerasdist.strategies.asynchronous.live_group import LiveJob
-from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.chief_data.items import verify_or_adopt_arrays
-from kerasdist.strategies.data.batch_split import SameBatches
+from kerasdist.strategies.data.chief_data import verify_or_adopt_arrays
+from kerasdist.strategies.data.choice import DataChoice, SameBatches
 from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus

@@ -8,7 +8,8 @@ import tensorflow as tf
 from scripts import PRELUDE
 
 from kerasdist._tf.row_pipelines import row_pipeline
-from kerasdist.strategies.data.batch_split import SameBatches, slice_dataset
+from kerasdist.strategies.data.batch_split import slice_dataset
+from kerasdist.strategies.data.choice import SameBatches
 from kerasdist.strategies.data.own_rows import OwnRows
 from workers import Workers
 

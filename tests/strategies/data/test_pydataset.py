@@ -8,11 +8,13 @@ import types
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from scripts import NOTING, PRELUDE
 
 from kerasdist._keras.data import pydataset
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.data.item_codec import ItemCodec
+from kerasdist.strategies.data.encoding import decode, unpack
+from kerasdist.strategies.data.pydataset_exchange import ItemForm
 from pace import bound
 from workers import Workers
 
@@ -246,13 +248,13 @@ def test_other_datasets_and_what_getitem_raises(job):
 @pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool", "float16"])
 def test_an_item_becomes_bytes_and_back(dtype):
     item = {"b": (np.ones((3, 2), dtype), None), "a": np.zeros((3, 0, 5), dtype)}
-    form = ItemCodec(item)
+    form = ItemForm(item)
     assert form.exchangeable
     longer = {"b": (np.ones((4, 7), dtype), None), "a": np.zeros((4, 1, 2), dtype)}
     for index, other in enumerate([item, longer]):
-        found, arrays = form.unpack(form.pack(index, other))
-        assert found == index
-        back = form.item(arrays)
+        facts, leaves = unpack(form.pack(index, other))
+        assert facts == {"index": index}
+        back = tf.nest.pack_sequence_as(form.structure, list(map(decode, leaves)))
         assert back["b"][1] is None
         np.testing.assert_array_equal(back["a"], other["a"])
         np.testing.assert_array_equal(back["b"][0], other["b"][0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.data.batch_split import checksum_of_batch
+from kerasdist.strategies.data.choice import checksum_of_batch
 from kerasdist.strategies.elastic_data import SHARED_PASS, CountedDataset
 
 

@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from kerasdist._keras import GeneratorFacts
 from kerasdist._tf.row_pipelines import inspect_pipeline
-from kerasdist.strategies.chief_data.encoding import Encoded, encode
+from kerasdist.strategies.data.encoding import Encoded, encode
 
 # Hashes of data, the same in every process: of the whole, and of each row.
 #
@@ -94,6 +94,11 @@ class Content:
     def rows(self) -> int:
         """Return the number of rows of all batches."""
         return sum(_rows(batch) for batch in self.batches)
+
+    @property
+    def leaves(self) -> list[Encoded]:
+        """Return the tensors of the first batch."""
+        return [leaf for batch in self.batches[:1] for leaf in batch.leaves]
 
     def digests(self) -> tuple[str, str]:
         """Return hashes of all of x, and of the rest."""

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.chief_data.choice import (
+from kerasdist.strategies.data.choice import (
     Seen,
     are_alike,
     is_telling,
     sample_rows,
 )
-from kerasdist.strategies.chief_data.comparison import digest_of, row_hashes
-from kerasdist.strategies.chief_data.encoding import decode, encode, pack, unpack
+from kerasdist.strategies.data.comparison import digest_of, row_hashes
+from kerasdist.strategies.data.encoding import decode, encode, pack, unpack
 
 RANDOM = np.random.default_rng(0)
 ROWS = RANDOM.normal(size=(1000, 5)).astype(np.float32)

@@ -36,10 +36,16 @@ def size_of(leaves: Sequence[Encoded]) -> int:
     return sum(array.nbytes for leaf in leaves for array in leaf.arrays)
 
 
-def chiefs_facts(communicator: Communicator, facts: dict[str, Any]) -> dict[str, Any]:
+def gather_facts(communicator: Communicator, facts: Any) -> list[Any]:
+    """Return all workers' facts, which must be JSON."""
+    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    return [json.loads(each.tobytes()) for each in communicator.all_gather(text)]
+
+
+def chiefs_facts(communicator: Communicator, facts: dict[str, Any]) -> Any:
     """Return the chief's facts, which must be JSON."""
-    packed = pack(facts, []) if communicator.rank == 0 else np.zeros(0, np.uint8)
-    return unpack(communicator.all_gather(packed)[0])[0]
+    mine = facts if communicator.rank == 0 else None
+    return gather_facts(communicator, mine)[0]
 
 
 def chiefs_leaves(communicator: Communicator, leaves: Sequence[Encoded]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The choice between each worker's own data, if they are equal, and the chief's.
+"""Whether the workers' data are the same, and the choice of the chief's if they differ.
 
     1. all      hashes of the data are gathered
     2.          equal on all workers           each uses its own
@@ -14,24 +14,207 @@ All workers reach the same result, because they decide by facts gathered from al
 
 from __future__ import annotations
 
-import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import tensorflow as tf
 
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.chief_data.comparison import (
+from kerasdist.strategies.data.comparison import (
     ITS_OWN,
     Content,
     Hashes,
     Origin,
     hash_text,
 )
-from kerasdist.strategies.data.item_codec import other_forms, own_parts, strangers
+from kerasdist.strategies.data.encoding import Encoded, gather_facts, size_of
+from kerasdist.strategies.reduce.workers import Workers
+
+# Messages for users about data that differ between the workers.
+
+_SEED = (
+    "If each worker's data are its own part, give the strategy shard='off'. If all "
+    "workers should have the same data, seed what makes them "
+    "(`keras.utils.set_random_seed` with the same number on all workers, before the "
+    "data are made)"
+)
+REMEDIES = f"{_SEED}, or give the strategy data='chief': then the chief's are used."
+_ELASTIC_REMEDIES = (
+    f"{_SEED}. With elastic=True the chief's data can't be used on all workers: "
+    "the chief may be lost."
+)
+
+
+def with_remedies(what: str, received: str) -> ValueError:
+    """Return an error about data that differ.
+
+    Args:
+        what: The fault, without a full stop.
+        received: The facts that were found.
+    """
+    return ValueError(f"{what}. Received: {received}. {REMEDIES}")
+
+
+def _own_parts(name: str, how: str) -> ValueError:
+    """Return the error about data that are each worker's own part."""
+    return with_remedies(
+        f"The workers were given different {name}, which look like each worker's own "
+        "part of the data; without shard='off' all workers must be given all data, of "
+        "which each takes its rows",
+        how,
+    )
+
+
+def tell_chiefs(
+    log_once: Callable[[str, str], None],
+    name: str,
+    why: str,
+    leaves: Sequence[Encoded],
+    cost: str = "rank 0 reads all and sends {:.3g} MB in each step",
+) -> None:
+    """Tell the user that the chief's data are used.
+
+    Args:
+        log_once: Logs a line on the chief, given the kind of data and a line.
+        name: A noun for the data, in the plural.
+        why: The reason.
+        leaves: The tensors that are sent.
+        cost: What that costs, with a place for the megabytes.
+    """
+    log_once(
+        name,
+        f"kerasdist: the chief's {name} are used on all workers ({why}); "
+        f"{cost.format(size_of(leaves) / 1e6)}. With the same seed on all workers "
+        "(keras.utils.set_random_seed) each reads its own.",
+    )
+
+
+def in_elastic_job(error: ValueError) -> ValueError:
+    """Return an error about data that differ with the remedies of an elastic job."""
+    text = str(error)
+    if REMEDIES not in text:
+        return error
+    return type(error)(text.replace(REMEDIES, _ELASTIC_REMEDIES))
+
+
+# The check that all workers read the same global batches in the same order.
+#
+# Every worker takes its rows of each global batch of a dataset. If the workers'
+# datasets are shuffled differently, some samples are used twice and others never,
+# without any sign. So the first batches of each iteration carry a checksum, and the
+# step that uses one compares it over the workers.
+
+CHECKSUM = "kerasdist_checksum"
+# A different order shows in the first batches, or almost never.
+_CHECKED = 2
+
+
+class SameBatches:
+    """The check of one strategy.
+
+    A worker that has joined an elastic job is wrong by itself: if only such workers
+    read other batches than those that were there before, these continue. What compares
+    the training data when a worker joins doesn't compare those of evaluations.
+
+    Args:
+        workers: The workers that compare.
+        explain: Returns the error that is raised in place of one.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        explain: Callable[[ValueError], ValueError] = lambda error: error,
+    ) -> None:
+        self._workers = workers
+        self._explain = explain
+
+    def wrap(self, index: Any, batch: Any, part: Any) -> Any:
+        """Return a dataset's element: the part, and the batch's checksum or 0."""
+        return {CHECKSUM: self.checksum(index, lambda: batch), "batch": part}
+
+    def checksum(self, index: Any, batch: Callable[[], Any]) -> Any:
+        """Return the checksum of the batch with an index in its pass, or 0.
+
+        Args:
+            index: A scalar int64 tensor.
+            batch: Returns the batch, inside a graph. Only a batch with a checksum is
+                made by it.
+        """
+
+        def of_batch() -> Any:
+            flat = _tensors_of(batch())
+            return tf.ensure_shape(tf.numpy_function(checksum_of, flat, tf.int64), [])
+
+        return tf.cond(index < _CHECKED, of_batch, lambda: tf.constant(0, tf.int64))
+
+    def compare(self, checksum: Any) -> None:
+        """Compare a step's checksum over the workers, unless it's 0.
+
+        Raises:
+            ValueError: It differs. In a graph TensorFlow raises an error of its
+                own with this text, and `Workers.fault` is this one.
+        """
+        ops = self._workers.ops
+
+        def compare() -> Any:
+            return ops.call(self._compare, [checksum], [tf.int64], [tf.TensorShape([])])
+
+        tf.cond(checksum != 0, compare, lambda: [checksum])
+
+    def _compare(self, checksum: Any) -> list[Any]:
+        communicator = self._workers.communicator
+        joined = getattr(communicator, "has_joined", False)
+        mine = np.array([checksum, joined], np.int64)
+        every = [tuple(each) for each in communicator.all_gather(mine)]
+        old = [number for number, later in every if not later]
+        right = (old or [number for number, _ in every])[0]
+        if any(number != right for number in old) or int(checksum) != right:
+            named = list(zip(communicator.ranks, every, strict=True))
+            wrong = [rank for rank, (number, _) in named if number != right]
+            first = next(rank for rank, (number, _) in named if number == right)
+            self._workers.fault = self._explain(different_batches(wrong, first))
+            raise self._workers.fault
+        return [np.int64(checksum)]
+
+
+def different_batches(others: list[int], first: int) -> ValueError:
+    """Return the error that these ranks' batches differ from those of `first`."""
+    return with_remedies(
+        "The workers read different global batches: each takes its own rows of every "
+        "batch, or its own batches, so all datasets must yield the same batches in the "
+        "same order",
+        f"ranks {others} differ from rank {first}",
+    )
+
+
+def checksum_of_batch(batch: Any) -> int:
+    """Return the checksum of a batch, eagerly."""
+    return int(checksum_of(*(tensor.numpy() for tensor in _tensors_of(batch))))
+
+
+def _tensors_of(batch: Any) -> list[Any]:
+    return [
+        tensor
+        for tensor in tf.nest.flatten(batch, expand_composites=True)
+        if tensor is not None and tensor.dtype not in (tf.resource, tf.variant)
+    ]
+
+
+def checksum_of(*arrays: Any) -> Any:
+    """Return a checksum of arrays, never 0."""
+    crc = 0
+    for array in arrays:
+        data = np.ascontiguousarray(array)
+        if data.dtype == object:
+            crc = zlib.crc32(repr(data.tolist()).encode(), crc)
+        else:
+            crc = zlib.crc32(data.tobytes(), crc)
+    return np.int64(crc + 1)
+
 
 # Evidence from rows' hashes that two workers hold the same data.
 #
@@ -84,16 +267,12 @@ class Seen:
 
     def count(self, hashes: Hashes) -> int:
         """Return how many of these rows are among those that were added."""
-        return int(self.among(hashes).sum())
-
-    def among(self, hashes: Hashes) -> npt.NDArray[np.bool_]:
-        """Return for each of these rows whether it is among those that were added."""
         found = np.zeros(len(hashes), bool)
         for part in self._parts:
             if len(part):
                 places = np.minimum(np.searchsorted(part, hashes), len(part) - 1)
                 found |= part[places] == hashes
-        return found
+        return int(found.sum())
 
 
 def sample_rows(hashes: Hashes) -> Sample:
@@ -198,7 +377,7 @@ class DataChoice:
             return "data='chief'"
         x, rest = content.digests()
         mine = {"form": content.form, "x": x, "rest": rest, "length": length}
-        every = _gather(communicator, [mine, settings])
+        every = gather_facts(communicator, [mine, settings])
         ranks = communicator.ranks
         others = [r for r, each in zip(ranks, every, strict=True) if each != every[0]]
         if not others:
@@ -211,8 +390,11 @@ class DataChoice:
             raise different(others, asked)
         forms = [theirs["form"] for theirs in every if theirs["form"]]
         if any(form != forms[0] for form in forms):
-            texts = [theirs["form"] for theirs in every]
-            raise other_forms(name, dict(zip(ranks, texts, strict=True)))
+            named = zip(ranks, every, strict=True)
+            raise with_remedies(
+                f"The workers were given {name} of different forms",
+                "; ".join(f"rank {rank}: {theirs['form']}" for rank, theirs in named),
+            )
         made_from = None if origin is None else origin()
         if made_from is not None:
             _check_shards(communicator, name, made_from)
@@ -226,7 +408,11 @@ class DataChoice:
             return why
         if strange:
             return "they aren't known to be the same on all workers"
-        raise strangers(name, found)
+        raise with_remedies(
+            f"The workers were given different {name}, and it isn't known whether they "
+            "are each worker's own part, or should be the same",
+            found,
+        )
 
     def _by_content(
         self, communicator: Communicator, content: Content, every: list[Any]
@@ -234,26 +420,23 @@ class DataChoice:
         """Return why the rows show that the data are the same, and the evidence."""
         x, rest = content.row_hashes()
         whole = x if len(rest) != len(x) else x * np.uint64(3) + rest
-        key = whole if len(rest) else x
         present = Seen(), Seen()
         for seen, hashes in zip(present, (whole, x), strict=True):
             seen.add(hashes)
-        order = str(hash_text(np.sort(key).tobytes()))
+        order = str(hash_text(np.sort(whole).tobytes()))
         same_rest = len({theirs["rest"] for theirs in every}) == 1 and len(rest) > 0
         telling = same_rest and is_telling(rest)
-        orders = _gather(communicator, [order, telling])
+        orders = gather_facts(communicator, [order, telling])
         if len({order for order, _ in orders}) == 1:
             self._remember(present, _ROWS)
             return "the same rows in another order", ""
         kind = 0 if len(rest) else 1
         equal = [order == orders[0][0] for order, _ in orders]
 
-        def count(hashes: Hashes) -> int:
-            return int(
-                (self._seen[kind].among(hashes) | present[kind].among(hashes)).sum()
-            )
-
-        alike, found = _all_alike(communicator, key, count, equal)
+        held = Seen()
+        held.extend(self._seen[kind])
+        held.extend(present[kind])
+        alike, found = _all_alike(communicator, whole, held.count, equal)
         if alike:
             self._remember(present, _ROWS)
             return "they hold the same rows, in part or in another order", found
@@ -286,11 +469,11 @@ def _check_shards(communicator: Communicator, name: str, origin: Origin) -> None
     Raises:
         ValueError: They are such datasets. All workers raise it.
     """
-    every = _gather(communicator, origin.shards)
+    every = gather_facts(communicator, origin.shards)
     if any(shards != every[0] for shards in every):
         named = zip(communicator.ranks, every, strict=True)
         how = [f"rank {rank}: {_all(shards)}" for rank, shards in named]
-        raise own_parts(name, f"a `shard` in the pipeline, {'; '.join(how)}")
+        raise _own_parts(name, f"a `shard` in the pipeline, {'; '.join(how)}")
 
 
 def _by_origin(
@@ -308,7 +491,7 @@ def _by_origin(
     Raises:
         ValueError: The data are each worker's own part. All workers raise it.
     """
-    every = _gather(
+    every = gather_facts(
         communicator,
         {
             "numbers": origin.numbers,
@@ -332,7 +515,7 @@ def _by_origin(
                 how += f" and {values[1]} on rank {rank}"
                 if values[0].startswith(ITS_OWN):
                     how = f"their code asks for the worker's place: {key}"
-                raise own_parts(name, f"{how}; {found}")
+                raise _own_parts(name, f"{how}; {found}")
         if theirs["rows"].keys() != first["rows"].keys():
             return ""
     known = ""
@@ -341,12 +524,14 @@ def _by_origin(
             rows = origin.rows[key]
             seen = Seen()
             seen.add(rows)
-            ordered = _gather(communicator, str(hash_text(np.sort(rows).tobytes())))
+            ordered = gather_facts(
+                communicator, str(hash_text(np.sort(rows).tobytes()))
+            )
             if len(set(ordered)) > 1:
                 equal = [each == ordered[0] for each in ordered]
                 alike, of = _all_alike(communicator, rows, seen.count, equal)
                 if not alike:
-                    raise own_parts(name, f"they are made from {key}: {of}")
+                    raise _own_parts(name, f"they are made from {key}: {of}")
         if key in first["enough"]:
             known = known or f"made from the same data, {key.strip()}"
     return known
@@ -389,11 +574,6 @@ def _all_alike(
     if max(repeated) > 0.02:
         text += f", and {max(repeated):.0%} of a worker's rows are in its data twice"
     return alike, text
-
-
-def _gather(communicator: Communicator, facts: Any) -> list[Any]:
-    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    return [json.loads(each.tobytes()) for each in communicator.all_gather(text)]
 
 
 def _all(shards: list[tuple[int, int]]) -> str:

@@ -1,27 +1,52 @@
-"""PyDatasets given to Keras: each worker reads its share, or the chief reads all."""
+"""The comparison of the workers' data, and the chief's on all workers if they differ.
+
+The chief's batches are read ahead:
+
+1. chief   a thread reads batches ahead
+2. all     between two steps: the chief sends all batches that are ready, at least
+           one, to all workers in one collective
+3. all     each worker keeps its replicas' rows of a batch, and takes a step
+
+The end of the data is sent like a batch, and so is an exception of the chief's
+data: all workers raise it. Collectives run on the thread of Keras's loop, where
+those of all workers are in the same order.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist._keras import (
     ArrayData,
     BatchIterable,
+    BatchIterator,
     GeneratorFacts,
-    ItemData,
     StepTimer,
+    close_at_end,
 )
 from kerasdist._tf.row_pipelines import RowPipeline, iterator_dataset
 from kerasdist.collectives import Communicator
-from kerasdist.strategies.chief_data.choice import DataChoice
-from kerasdist.strategies.chief_data.comparison import (
+from kerasdist.collectives.row_exchange import equal_part
+from kerasdist.strategies.data.batch_split import slice_rows, with_facts
+from kerasdist.strategies.data.choice import (
+    DataChoice,
+    checksum_of_batch,
+    different_batches,
+    tell_chiefs,
+    with_remedies,
+)
+from kerasdist.strategies.data.comparison import (
     Batch,
     Content,
     Origin,
@@ -29,9 +54,9 @@ from kerasdist.strategies.chief_data.comparison import (
     hash_text,
     of_dataset,
     of_generator,
-    of_object,
 )
-from kerasdist.strategies.chief_data.encoding import (
+from kerasdist.strategies.data.encoding import (
+    Encoded,
     chiefs_facts,
     chiefs_leaves,
     decode,
@@ -40,14 +65,235 @@ from kerasdist.strategies.chief_data.encoding import (
     size_of,
     unpack,
 )
-from kerasdist.strategies.chief_data.feed import ChiefFeed
-from kerasdist.strategies.data.batch_split import (
-    checksum_of_batch,
-    different_batches,
-    epoch_order,
-)
-from kerasdist.strategies.data.item_codec import used, with_remedies
 from kerasdist.strategies.reduce.workers import Workers
+
+# Batches that are kept ready.
+_AHEAD = 8
+# After this many bytes no further batch is added to a collective.
+_AT_ONCE = 8 << 20
+# Seconds between two checks for the end of a thread, and until it is abandoned.
+_POLL, _PATIENCE = 0.1, 5.0
+
+
+class ChiefFeed(BatchIterable):
+    """The iterable for Keras in place of the chief's data; each iteration is a pass.
+
+    Args:
+        workers: The connected workers.
+        timer: Measures steps, and what they wait for.
+        passes: Returns an iterable over the batches of the next pass, and reads none
+            of them yet; only the chief calls it.
+        structure: A nest like a batch.
+        example: A batch for its shapes; None if there is none.
+
+    Attributes:
+        length: Number of batches of a pass; None: unknown.
+        rows: Number of rows of a batch; 0: unknown.
+    """
+
+    length: int | None = None
+    rows = 0
+
+    def __init__(
+        self,
+        workers: Workers,
+        timer: StepTimer,
+        passes: Callable[[], Iterable[Any]],
+        structure: Any,
+        example: Any,
+    ) -> None:
+        self.workers, self.timer = workers, timer
+        self.passes = passes
+        self.structure = structure
+        self._example = example
+        self.reader: _Reader | None = None
+
+    def __iter__(self) -> FeedIterator:
+        return FeedIterator(self)
+
+    def example(self) -> Any | None:
+        """See `BatchIterable.example`."""
+        return self._example
+
+    def close(self) -> None:
+        """End the thread that reads ahead."""
+        reader, self.reader = self.reader, None
+        if reader is not None:
+            reader.close()
+
+
+class FeedIterator(BatchIterator):
+    """One pass."""
+
+    def __init__(self, feed: ChiefFeed) -> None:
+        self._feed = feed
+        self._reader: _Reader | None = None
+        # A dataset that is shuffled again in each pass counts its iterators.
+        chief = feed.workers.communicator.rank == 0
+        self._batches = feed.passes() if chief else ()
+        self._waiting: deque[tuple[str, str, list[Encoded]]] = deque()
+        self._ended: BaseException | None = None
+
+    def at_least_one(self) -> FeedIterator:
+        """See `BatchIterator.at_least_one`.
+
+        Raises:
+            StopIteration: There is none.
+            Exception: The error of the chief's data.
+        """
+        if self._ended is not None:
+            raise self._ended
+        if not self._waiting:
+            self._exchange()
+        kind, text, _ = self._waiting[0]
+        if kind == "batch":
+            return self
+        self._waiting.clear()
+        self._ended = StopIteration()
+        if kind == "error":
+            self._ended = RuntimeError(
+                "The chief's data, which are used on all workers, have ended with an "
+                f"error. Received: {text}. Rank 0 shows where it was raised."
+            )
+            if self._reader is not None and self._reader.error is not None:
+                self._ended = self._reader.error
+        self._feed.close()
+        raise self._ended
+
+    def __next__(self) -> Any:
+        self.at_least_one()
+        _, _, leaves = self._waiting.popleft()
+        return own_rows_of(self._feed.workers, self._feed.structure, leaves)
+
+    def _exchange(self) -> None:
+        feed = self._feed
+        communicator = feed.workers.communicator
+        timer = feed.timer
+        begin = time.time()
+        packed = np.zeros(0, np.uint8)
+        if communicator.rank == 0:
+            if self._reader is None:
+                # Read only when the first batch is needed: Keras makes more iterators
+                # than it uses.
+                feed.close()
+                self._reader = feed.reader = _Reader(self._batches)
+            packed = _pack(self._reader.ready())
+        read = time.time()
+        every = communicator.all_gather(packed)
+        timer.waited(read - begin)
+        timer.waited(time.time() - read, others=True)
+        self._waiting.extend(_unpack(every[0]))
+
+
+class _Reader:
+    """A thread that reads batches ahead.
+
+    Args:
+        batches: The iterable of batches.
+
+    Attributes:
+        error: The error that it raised.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.error: BaseException | None = None
+        self._batches = batches
+        self._ready: queue.Queue[tuple[str, str, list[Encoded]]] = queue.Queue(_AHEAD)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._read, name="kerasdist-chief-data", daemon=True
+        )
+        self._thread.start()
+        close_at_end(self)
+
+    def ready(self) -> list[tuple[str, str, list[Encoded]]]:
+        """Wait for a batch; return it with all others that are ready."""
+        found = [self._ready.get()]
+        size = size_of(found[0][2])
+        while size < _AT_ONCE:
+            try:
+                found.append(self._ready.get_nowait())
+            except queue.Empty:
+                break
+            size += size_of(found[-1][2])
+        return found
+
+    def close(self) -> None:
+        """End the thread; one that waits for a batch is abandoned after a while."""
+        self._closed.set()
+        end = time.monotonic() + _PATIENCE
+        while self._thread.is_alive() and time.monotonic() < end:
+            self._thread.join(_POLL)
+        close_at_end(self, keep=False)
+
+    def _read(self) -> None:
+        try:
+            for batch in self._batches:
+                leaves = [encode(leaf) for leaf in tf.nest.flatten(batch)]
+                if not self._put(("batch", "", leaves)):
+                    return
+        except Exception as error:
+            self.error = error
+            text = str(error).strip() or "no message"
+            self._put(("error", f"{type(error).__name__}: {text.splitlines()[0]}", []))
+        else:
+            self._put(("end", "", []))
+        finally:
+            end = getattr(self._batches, "close", None)
+            if end is not None:
+                end()
+
+    def _put(self, record: tuple[str, str, list[Encoded]]) -> bool:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(record, timeout=_POLL)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def own_rows_of(workers: Workers, structure: Any, leaves: list[Encoded]) -> Any:
+    """Return this worker's part of a batch: per replica, if it has several."""
+    first, local, replicas = workers.layout
+    total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
+    parts = []
+    for i, device in enumerate(workers.devices[:local]):
+        own = equal_part(total, replicas, first + i)
+        with tf.device(device):
+            part = [_part(leaf, first + i, replicas) for leaf in leaves]
+            facts = [tf.constant(total, tf.int64), None]
+            if total < replicas:
+                facts[1] = tf.constant(own.stop - own.start, tf.int64)
+        parts.append(with_facts(tf.nest.pack_sequence_as(structure, part), *facts))
+    return parts[0] if local == 1 else _tf.regroup(parts)
+
+
+def _part(leaf: Encoded, replica: int, replicas: int) -> Any:
+    if leaf.kind == "none":
+        return None
+    if leaf.rows is None:
+        return tf.convert_to_tensor(decode(leaf))
+    rows = equal_part(leaf.rows, replicas, replica)
+    if rows.start == rows.stop:  # see `strategies.data.batch_split`
+        rows = slice(max(leaf.rows - 1, 0), leaf.rows)
+    if leaf.kind == "dense":
+        # A copy, so that the rest of the batch can be freed.
+        return tf.convert_to_tensor(leaf.arrays[0][rows].copy())
+    return slice_rows(decode(leaf), rows.start, rows.stop)
+
+
+def _pack(records: list[tuple[str, str, list[Encoded]]]) -> Any:
+    facts = [[kind, text, len(leaves)] for kind, text, leaves in records]
+    return pack({"records": facts}, [leaf for *_, leaves in records for leaf in leaves])
+
+
+def _unpack(packed: Any) -> Iterator[tuple[str, str, list[Encoded]]]:
+    facts, leaves = unpack(packed)
+    following = iter(leaves)
+    for kind, text, count in facts["records"]:
+        yield kind, text, list(itertools.islice(following, count))
+
 
 # Datasets and generators given to Keras: the same on all workers, or the chief's.
 #
@@ -260,10 +506,7 @@ def verify_or_adopt_dataset(
     if communicator.rank > 0:
         peeked.drop()
     feed = ChiefFeed(workers, timer, peeked.passes, dataset.element_spec, example)
-    sizes = [size_of(batch.leaves) for batch in content.batches[:1]]
-    megabytes = sum(sizes) / 1e6
-    cost = f"rank 0 reads all and sends {megabytes:.3g} MB in each step"
-    log_once(name, used(name, why, cost))
+    tell_chiefs(log_once, name, why, content.leaves)
     return peeked, feed, known
 
 
@@ -306,8 +549,8 @@ def verify_or_adopt_batch(
     leaves = [encode(leaf) for leaf in tf.nest.flatten(data)]
     packed = pack({}, leaves) if communicator.rank == 0 else np.zeros(0, np.uint8)
     _, chiefs = unpack(communicator.all_gather(packed)[0])
-    cost = f"rank 0 sends {size_of(chiefs) / 1e6:.3g} MB in each step"
-    log_once("batches", used("batches", why, cost))
+    cost = "rank 0 sends {:.3g} MB in each step"
+    tell_chiefs(log_once, "batches", why, chiefs, cost)
     return tf.nest.pack_sequence_as(data, [decode(leaf) for leaf in chiefs])
 
 
@@ -353,110 +596,17 @@ def verify_or_adopt_arrays(
             f"arrays that differ, here samples={data.samples}; {every}",
         )
 
+    content = Content([Batch(x, rest)])
     why = choice.of_chief(
-        communicator,
-        "arrays",
-        Content([Batch(x, rest)]),
-        settings=settings,
-        different=different,
+        communicator, "arrays", content, settings=settings, different=different
     )
     if not why:
         return
     facts = chiefs_facts(communicator, {"batch_size": data.batch_size})
-    leaves = [*x, *rest]
-    megabytes = size_of(leaves) / 1e6
+    leaves = content.leaves
     data.replace(chiefs_leaves(communicator, leaves), int(facts["batch_size"]))
-    log_once("arrays", used("arrays", why, f"{megabytes:.3g} MB are sent once"))
+    tell_chiefs(log_once, "arrays", why, leaves, "{:.3g} MB are sent once")
 
 
 def _text(asked: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in asked.items())
-
-
-class ChiefItems:
-    """The chief's items, for all workers, if theirs differ.
-
-    Args:
-        workers: The connected workers.
-        timer: Measures steps, and what they wait for.
-        choice: Decides whose data are used.
-        data: This worker's PyDataset.
-        seed: Returns a seed that all workers agree on.
-        log_once: Logs a line on the chief, given the kind of data and a line.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        timer: StepTimer,
-        choice: DataChoice,
-        data: ItemData,
-        seed: Callable[[], int],
-        log_once: Callable[[str, str], None],
-    ) -> None:
-        self._workers, self._timer = workers, timer
-        self._choice = choice
-        self._data = data
-        self._seed = seed
-        self._log_once = log_once
-        self._epoch = 0
-
-    def feed_if_different(self, different: ValueError | None) -> ChiefFeed | None:
-        """Return the feed of the chief's items; None if all workers have the same.
-
-        Args:
-            different: The error that describes how the workers' datasets differ.
-
-        Raises:
-            ValueError: They differ, and the chief's can't be used; on all workers.
-        """
-        data, communicator = self._data, self._workers.communicator
-        item = data.read(0) if data.length != 0 else None
-        content = Content([] if item is None else [batch_of(item)])
-
-        def error(others: list[int], _: Any) -> ValueError:
-            return different or ValueError(
-                "The workers' PyDatasets hold different items. Received: item 0 of "
-                f"ranks {others} differs from rank 0's."
-            )
-
-        why = self._choice.of_chief(
-            communicator,
-            "PyDatasets",
-            content,
-            length=data.length,
-            settings={"shuffle": data.shuffle},
-            origin=lambda: of_object(data.dataset),
-            different=error,
-        )
-        if not why:
-            if different is not None:
-                raise different
-            return None
-        self._seeded = self._seed()
-        length = chiefs_facts(communicator, {"length": data.length})["length"]
-        feed = ChiefFeed(self._workers, self._timer, self._pass, item, item)
-        feed.length = length
-        sizes = [size_of(batch.leaves) for batch in content.batches]
-        feed.rows = content.rows
-        cost = f"rank 0 reads all and sends {sum(sizes) / 1e6:.3g} MB in each step"
-        self._log_once("PyDatasets", used("PyDatasets", why, cost))
-        return feed
-
-    def _pass(self) -> Iterator[Any]:
-        """Read all items, in the order of the next epoch."""
-        data, order = self._data, None
-        self._epoch += 1
-        if data.shuffle and data.length is not None:
-            drawn = epoch_order(data.length, 1, True, self._seeded, self._epoch)
-            order = drawn.tolist()
-        reader = data.reader(0, 1, order)
-        try:
-            for _ in itertools.repeat(None, *_times(data.length)):
-                yield reader.read()[1]
-        finally:
-            reader.close()
-
-
-def _times(length: int | None) -> tuple[int, ...]:
-    return () if length is None else (length,)
