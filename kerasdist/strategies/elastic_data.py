@@ -27,10 +27,11 @@ from kerasdist._keras import (
 from kerasdist._tf.row_pipelines import iterator_dataset
 from kerasdist.strategies.data.batch_split import (
     ArrayParts,
+    FetchedBatches,
     count_rows,
-    epoch_order,
+    order_of_arrays,
     part_of_batch,
-    reads_ahead,
+    read_ahead,
     slice_rows,
     split_part,
 )
@@ -146,7 +147,7 @@ class _Pass(PerWorkerIterator):
         ahead, self._ahead = self._ahead, None
         return super()._next_own() if ahead is None else ahead
 
-    def _fetch(self) -> Any:
+    def _fetch(self) -> list[Any]:
         try:
             return super()._fetch()
         finally:
@@ -154,6 +155,35 @@ class _Pass(PerWorkerIterator):
             before, self._size = self._size, self._workers.size
             if self._size < before:
                 self._report(before - self._size)
+
+
+class CountedBatches(RepeatableIterator):
+    """One pass over a dataset, whose batches are counted here."""
+
+    number = 0
+    taken = 0
+    # What reads the dataset.
+    _source: Any = None
+
+    def commit(self) -> None:
+        """See `RepeatableIterator.commit`."""
+        self.taken += 1
+
+    def skip(self, batches: int) -> None:
+        """See `RepeatableIterator.skip`: they are read."""
+        while self.taken < batches and next(self._source, None) is not None:
+            self.taken += 1
+
+
+def _as_it_is(dataset: Any) -> Any:
+    """Return a dataset that isn't optimized, and of which nothing is read ahead.
+
+    Optimizing takes longer than it saves; see `ArrayData.take`.
+    """
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 class ElasticDataset(CountedData):
@@ -171,8 +201,7 @@ class ElasticDataset(CountedData):
     ) -> None:
         self.workers = workers
         self._wrap = wrap
-        self._numbered = dataset.enumerate()
-        self._ahead = reads_ahead(dataset)
+        self._dataset = dataset
         self._layout = workers.layout
         self._divided = self._read_ahead()
 
@@ -184,8 +213,8 @@ class ElasticDataset(CountedData):
         return DatasetPass(self, layout, self._divided, self.next_pass())
 
     def _read_ahead(self) -> Any:
-        divided = self.divide(self._numbered, self._layout)
-        return divided.prefetch(tf.data.AUTOTUNE) if self._ahead else divided
+        divided = self.divide(self._dataset.enumerate(), self._layout)
+        return read_ahead(divided, self._dataset)
 
     def divide(self, numbered: Any, layout: ReplicaLayout) -> Any:
         """Return a dataset of numbers, global batches, and this worker's parts of them.
@@ -213,7 +242,7 @@ class ElasticDataset(CountedData):
         return numbered.map(divided)
 
 
-class DatasetPass(RepeatableIterator):
+class DatasetPass(CountedBatches):
     """One pass over a dataset.
 
     Args:
@@ -227,8 +256,7 @@ class DatasetPass(RepeatableIterator):
         self, data: ElasticDataset, layout: ReplicaLayout, divided: Any, number: int
     ) -> None:
         self._data = data
-        self._number = number
-        self._taken = 0
+        self.number = number
         self._layout = layout
         # What reads the dataset, for any layout.
         self._divided = divided
@@ -259,21 +287,6 @@ class DatasetPass(RepeatableIterator):
             self._inner = _Parts(self._data.workers, iter(divided), unfinished)
         return self._inner
 
-    @property
-    def number(self) -> int:
-        """See `RepeatableIterator.number`."""
-        return self._number
-
-    @property
-    def taken(self) -> int:
-        """See `RepeatableIterator.taken`."""
-        return self._taken
-
-    def skip(self, batches: int) -> None:
-        """See `RepeatableIterator.skip`: they are read."""
-        while self._taken < batches and next(self._source, None) is not None:
-            self._taken += 1
-
     def next_checksum(self) -> int:
         """See `RepeatableIterator.next_checksum`."""
         try:
@@ -285,7 +298,7 @@ class DatasetPass(RepeatableIterator):
 
     def commit(self) -> None:
         """See `RepeatableIterator.commit`."""
-        self._taken += 1
+        super().commit()
         self._inner.commit()
 
     def renew(self) -> None:
@@ -298,12 +311,8 @@ class DatasetPass(RepeatableIterator):
         if unfinished is not None:
             first = tf.data.Dataset.from_tensors(unfinished)
             numbered = first.concatenate(numbered)
-        # Nothing is read ahead here, because it would be missing after the next change.
-        # Optimizing takes longer than it saves; see `ArrayData.take`.
-        options = tf.data.Options()
-        options.experimental_optimization.apply_default_optimizations = False
-        options.autotune.enabled = False
-        return numbered.with_options(options)
+        # What is read ahead here would be missing after the next change.
+        return _as_it_is(numbered)
 
 
 class _Parts(BatchIterator):
@@ -400,7 +409,7 @@ class CountedDataset(CountedData):
         return CountedPass(self, self.next_pass())
 
 
-class CountedPass(RepeatableIterator):
+class CountedPass(CountedBatches):
     """One pass over a dataset.
 
     Args:
@@ -408,64 +417,39 @@ class CountedPass(RepeatableIterator):
         number: See `RepeatableIterator.number`.
     """
 
-    def __init__(self, data: CountedDataset, number: int) -> None:
-        self._data = data
-        self._number = number
-        self._taken = 0
-        self._inner = iter(data.dataset)
+    kind = OWN_PASS
 
-    @property
-    def kind(self) -> str:
-        """See `RepeatableIterator.kind`."""
-        return self._data.kind
+    def __init__(self, data: CountedDataset, number: int) -> None:
+        self.kind = data.kind
+        self.number = number
+        self._dataset = data.dataset
+        self._source = iter(data.dataset)
 
     @property
     def inner(self) -> Any:
         """See `RepeatableIterator.inner`."""
-        return self._inner
-
-    @property
-    def number(self) -> int:
-        """See `RepeatableIterator.number`."""
-        return self._number
-
-    @property
-    def taken(self) -> int:
-        """See `RepeatableIterator.taken`."""
-        return self._taken
-
-    def commit(self) -> None:
-        """See `RepeatableIterator.commit`."""
-        self._taken += 1
+        return self._source
 
     def renew(self) -> None:
         """See `RepeatableIterator.renew`: no step is repeated."""
 
-    def skip(self, batches: int) -> None:
-        """See `RepeatableIterator.skip`: they are read."""
-        while self._taken < batches and next(self._inner, None) is not None:
-            self._taken += 1
-
     def next_checksum(self) -> int:
         """See `RepeatableIterator.next_checksum`."""
-        first = next(self._inner, None)
+        first = next(self._source, None)
         if first is None:
             return 0
-        rest = self._inner
-        if isinstance(self._data.dataset, tf.data.Dataset):
+        rest = self._source
+        if isinstance(self._dataset, tf.data.Dataset):
             # In a graph several steps may be one execution.
-            following = iterator_dataset(rest, self._data.dataset)
+            following = iterator_dataset(rest, self._dataset)
             whole = tf.data.Dataset.from_tensors(first).concatenate(following)
-            options = tf.data.Options()
-            options.experimental_optimization.apply_default_optimizations = False
-            options.autotune.enabled = False
-            self._inner = iter(whole.with_options(options))
+            self._source = iter(_as_it_is(whole))
         else:
-            self._inner = _WithFirst(first, rest)
+            self._source = _WithFirst(first, rest)
         return checksum_of_batch(_global_batch(first))
 
 
-class _WithFirst(BatchIterator):
+class _WithFirst(FetchedBatches):
     """An iterator of which a batch was read.
 
     Args:
@@ -474,18 +458,12 @@ class _WithFirst(BatchIterator):
     """
 
     def __init__(self, first: Any, rest: Any) -> None:
-        self._waiting = [first]
+        super().__init__(first)
         self._rest = rest
         self.element_spec = rest.element_spec
 
-    def __next__(self) -> Any:
-        return self._waiting.pop() if self._waiting else next(self._rest)
-
-    def at_least_one(self) -> BatchIterator:
-        """See `BatchIterator.at_least_one`."""
-        if not self._waiting:
-            self._waiting.append(next(self._rest))
-        return self
+    def _fetch(self) -> list[Any]:
+        return [next(self._rest)]
 
 
 def _global_batch(element: Any) -> Any:
@@ -586,22 +564,17 @@ class ElasticArrays(CountedData):
         return 0
 
     def _order_of(self, epoch: int) -> Any:
-        data = self._data
         if self._order[0] != epoch:
-            order = epoch_order(
-                data.samples, data.batch_size, data.shuffle, self._seed, epoch
-            )
-            self._order = epoch, order
+            self._order = epoch, order_of_arrays(self._data, self._seed, epoch)
         return self._order[1]
 
 
-class ArrayEpoch(RepeatableIterator):
+class ArrayEpoch(CountedBatches):
     """One epoch of arrays."""
 
     def __init__(self, arrays: ElasticArrays, epoch: int) -> None:
         self._arrays = arrays
-        self._epoch = epoch
-        self._committed = 0
+        self.number = epoch
         self._layout: ReplicaLayout | None = None
         self._inner: Any = None
 
@@ -612,31 +585,17 @@ class ArrayEpoch(RepeatableIterator):
         if self._inner is None or layout != self._layout:
             self._inner = None  # first, see `ArrayParts.begin`
             self._layout = layout
-            self._inner = self._arrays.begin(layout, self._epoch, self._committed)
+            self._inner = self._arrays.begin(layout, self.number, self.taken)
         return self._inner
-
-    def commit(self) -> None:
-        """See `RepeatableIterator.commit`."""
-        self._committed += 1
-
-    @property
-    def number(self) -> int:
-        """See `RepeatableIterator.number`."""
-        return self._epoch
-
-    @property
-    def taken(self) -> int:
-        """See `RepeatableIterator.taken`."""
-        return self._committed
 
     def skip(self, batches: int) -> None:
         """See `RepeatableIterator.skip`."""
-        self._committed = batches
+        self.taken = batches
         self._inner = None
 
     def next_checksum(self) -> int:
         """See `RepeatableIterator.next_checksum`."""
-        return self._arrays.checksum(self._epoch, self._committed)
+        return self._arrays.checksum(self.number, self.taken)
 
     def renew(self) -> None:
         """See `RepeatableIterator.renew`."""

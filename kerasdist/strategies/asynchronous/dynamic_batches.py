@@ -37,7 +37,8 @@ from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import (
     count_rows,
-    epoch_order,
+    order_of_arrays,
+    order_of_items,
     part_of_batch,
     split_part,
 )
@@ -70,12 +71,12 @@ class Source(abc.ABC):
             has read, by number, if all workers should read the same.
     """
 
-    length: int | None = None
     is_distributed = False
     is_shared = True
-    seed: int | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, length: int | None, seed: int | None = None) -> None:
+        self.length = length
+        self.seed = seed
         self.evidence: dict[int, int] = {}
 
     @abc.abstractmethod
@@ -112,10 +113,8 @@ class ArraySource(Source):
     """
 
     def __init__(self, data: ArrayData, seed: int) -> None:
-        super().__init__()
-        self.length = -(-data.samples // data.batch_size)
+        super().__init__(-(-data.samples // data.batch_size), seed)
         self._data = data
-        self.seed = seed
         self._take = data.reader()
         self._order = np.zeros(0, np.int64)
 
@@ -125,10 +124,7 @@ class ArraySource(Source):
 
     def begin(self, number: int) -> None:
         """See `Source.begin`."""
-        data = self._data
-        self._order = epoch_order(
-            data.samples, data.batch_size, data.shuffle, self.seed or 0, number
-        )
+        self._order = order_of_arrays(self._data, self.seed or 0, number)
 
     def read(self, number: int) -> tuple[Any] | None:
         """See `Source.read`."""
@@ -146,10 +142,8 @@ class ItemSource(Source):
     """
 
     def __init__(self, data: ItemData, seed: int) -> None:
-        super().__init__()
-        self.length = data.length
+        super().__init__(data.length, seed)
         self._data = data
-        self.seed = seed
         self._order: Any = None
 
     def example(self) -> Any:
@@ -159,9 +153,9 @@ class ItemSource(Source):
     def begin(self, number: int) -> None:
         """See `Source.begin`."""
         self.length = self._data.length
-        self._order = None
-        if self._data.shuffle and self.length is not None:
-            self._order = epoch_order(self.length, 1, True, self.seed or 0, number)
+        self._order = order_of_items(
+            self.length, self._data.shuffle, self.seed or 0, number
+        )
 
     def read(self, number: int) -> tuple[Any] | None:
         """See `Source.read`."""
@@ -169,44 +163,6 @@ class ItemSource(Source):
             return None
         index = number if self._order is None else int(self._order[number])
         return (_without_nones(self._data.read(index)),)
-
-
-class DatasetSource(Source):
-    """A `tf.data.Dataset` of batches, the same on all workers.
-
-    Args:
-        dataset: The dataset.
-        length: Number of its elements; None: not known.
-    """
-
-    def __init__(self, dataset: Any, length: int | None) -> None:
-        super().__init__()
-        self.length = length
-        self._dataset = dataset
-        self._elements: Iterator[tuple[int, Any]] = iter(())
-
-    def example(self) -> Any:
-        """See `Source.example`."""
-        return next(iter(self._dataset))
-
-    def begin(self, number: int) -> None:
-        """See `Source.begin`."""
-        self.evidence = {}
-        self._elements = zip(itertools.count(), self._dataset, strict=False)
-
-    def skip(self, passes: int) -> None:
-        """Skip passes, see `Source.skip`: a shuffled dataset counts its passes."""
-        for _ in range(passes):
-            iter(self._dataset)
-
-    def read(self, number: int) -> tuple[Any] | None:
-        """See `Source.read`."""
-        for place, element in self._elements:
-            if place < _CHECKED:
-                self.evidence[place] = checksum_of_batch(element)
-            if place == number:
-                return (element,)
-        return None
 
 
 class OwnSource(Source):
@@ -220,8 +176,7 @@ class OwnSource(Source):
     is_shared = False
 
     def __init__(self, dataset: Any, length: int | None) -> None:
-        super().__init__()
-        self.length = length
+        super().__init__(length)
         self.is_distributed = isinstance(dataset, tf.distribute.DistributedDataset)
         self._dataset = dataset
         self._elements: Iterator[Any] = iter(())
@@ -232,12 +187,36 @@ class OwnSource(Source):
 
     def begin(self, number: int) -> None:
         """See `Source.begin`."""
-        self._elements = iter(self._dataset)
+        self.evidence = {}
+        self._elements = enumerate(self._dataset)
 
     def read(self, number: int) -> tuple[Any] | None:
         """See `Source.read`."""
-        for element in self._elements:
+        for _, element in self._elements:
             return (element,)
+        return None
+
+
+class DatasetSource(OwnSource):
+    """A `tf.data.Dataset` of batches, the same on all workers.
+
+    Args: See `OwnSource`.
+    """
+
+    is_shared = True
+
+    def skip(self, passes: int) -> None:
+        """Skip passes, see `Source.skip`: a shuffled dataset counts its passes."""
+        for _ in range(passes):
+            iter(self._dataset)
+
+    def read(self, number: int) -> tuple[Any] | None:
+        """See `Source.read`."""
+        for place, element in self._elements:
+            if place < _CHECKED:
+                self.evidence[place] = checksum_of_batch(element)
+            if place == number:
+                return (element,)
         return None
 
 
@@ -477,17 +456,16 @@ def _for_replicas(devices: Sequence[str], batch: Any) -> Any:
     """Put a batch on this worker's device, or divide it over its devices."""
     host = _tf.host_of(devices[0])
 
-    def put(leaf: Any, device: str) -> Any:
-        if leaf is None or isinstance(leaf, tf.experimental.Optional):
-            return leaf
-        if isinstance(leaf, (tf.RaggedTensor, tf.SparseTensor)):
-            return leaf
-        tensor = tf.convert_to_tensor(leaf)
-        return tensor if device == host else tf.identity(tensor)
-
     def whole(part: Any, device: str) -> Any:
+        def put(leaf: Any) -> Any:
+            kept = tf.experimental.Optional, tf.RaggedTensor, tf.SparseTensor
+            if leaf is None or isinstance(leaf, kept):
+                return leaf
+            tensor = tf.convert_to_tensor(leaf)
+            return tensor if device == host else tf.identity(tensor)
+
         with tf.device(device):
-            return tf.nest.map_structure(lambda leaf: put(leaf, device), part)
+            return tf.nest.map_structure(put, part)
 
     if len(devices) == 1:
         return whole(batch, devices[0])

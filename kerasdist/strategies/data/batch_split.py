@@ -12,14 +12,17 @@ that isn't in a vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import abc
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist._keras import ArrayData
+from kerasdist._keras import ArrayData, BatchIterator
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
@@ -54,6 +57,18 @@ def epoch_order(
     else:
         random.shuffle(order)
     return order
+
+
+def order_of_arrays(data: ArrayData, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Return the order of the samples of arrays in an epoch, see `epoch_order`."""
+    return epoch_order(data.samples, data.batch_size, data.shuffle, seed, epoch)
+
+
+def order_of_items(length: int | None, shuffle: bool, seed: int, epoch: int) -> Any:
+    """Return the order of a PyDataset's items in an epoch; None: ascending."""
+    if not shuffle or length is None:
+        return None
+    return epoch_order(length, 1, True, seed, epoch)
 
 
 def own_rows(
@@ -93,17 +108,9 @@ def own_rows(
     return order[places], bounds
 
 
-def has_empty_parts(samples: int, batch_size: int, replicas: int) -> bool:
-    """Return whether a batch of an epoch has fewer rows than there are replicas.
-
-    Args:
-        samples: Number of samples of an epoch.
-        batch_size: Rows of the global batch.
-        replicas: Number of replicas over all workers.
-    """
-    return (
-        0 < min({min(batch_size, samples), samples % batch_size or samples}) < replicas
-    )
+def _sizes(samples: int, batch_size: int) -> set[int]:
+    """Return the numbers of rows that batches of an epoch have."""
+    return {min(batch_size, samples), samples % batch_size} - {0}
 
 
 def same_length(
@@ -122,7 +129,7 @@ def same_length(
         replicas: Number of replicas over all workers.
     """
     lengths = set()
-    for rows in {min(batch_size, samples), samples % batch_size} - {0}:
+    for rows in _sizes(samples, batch_size):
         for replica in range(first, first + local):
             part = equal_part(rows, replicas, replica)
             lengths.add(part.stop - part.start)
@@ -151,13 +158,8 @@ class ArrayEpochs:
         self._dataset = distribute(self._parts.dataset(data.take))
 
     def __iter__(self) -> Iterator[Any]:
-        data = self._data
         self._epoch += 1
-        self._parts.begin(
-            epoch_order(
-                data.samples, data.batch_size, data.shuffle, self._seed, self._epoch
-            )
-        )
+        self._parts.begin(order_of_arrays(self._data, self._seed, self._epoch))
         return iter(self._dataset)
 
     def skip_epoch(self) -> None:
@@ -207,7 +209,8 @@ class ArrayParts:
             chosen = tf.numpy_function(self._rows_of, [part], tf.int64)
             return tf.ensure_shape(chosen, [known])
 
-        filled = has_empty_parts(data.samples, data.batch_size, layout.total)
+        sizes = _sizes(data.samples, data.batch_size)
+        filled = any(size < layout.total for size in sizes)
 
         def finish(batch: Any, part: Any) -> Any:
             if self._alone and not filled:
@@ -231,6 +234,31 @@ class ArrayParts:
             stop = (part // self._layout.local + 1) * self._data.batch_size
             return self._order[:stop][-1:]
         return self._samples[begin:end]
+
+
+class FetchedBatches(BatchIterator):
+    """An iterator over batches, of which some are fetched when one is needed.
+
+    Args:
+        waiting: Batches that were fetched before.
+    """
+
+    def __init__(self, *waiting: Any) -> None:
+        self._waiting = deque(waiting)
+
+    def at_least_one(self) -> BatchIterator:
+        """See `BatchIterator.at_least_one`."""
+        if not self._waiting:
+            self._waiting.extend(self._fetch())
+        return self
+
+    def __next__(self) -> Any:
+        self.at_least_one()
+        return self._waiting.popleft()
+
+    @abc.abstractmethod
+    def _fetch(self) -> list[Any]:
+        """Return the next batches; raises StopIteration if there's none."""
 
 
 # A part for a step: its rows, and facts about them.
@@ -303,14 +331,11 @@ def fill_if_empty(batch: Any) -> Any:
         shape = tf.concat([[1], tf.shape(tensor)[1:]], 0)
         return tf.zeros(shape, tensor.dtype)
 
-    # None stands for a missing value, such as sample weights.
     flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
 
     def packed(filled: list[Any]) -> Any:
         left = iter(filled)
-        return tf.nest.map_structure(
-            lambda tensor: None if tensor is None else next(left), batch
-        )
+        return map_tensors(lambda _: next(left), batch)
 
     if tf.get_static_value(rows) == 0:
         return packed([one_row(tensor) for tensor in flat])
@@ -321,15 +346,16 @@ def fill_if_empty(batch: Any) -> Any:
     return packed(filled)
 
 
-def take_rows(batch: Any, replica: int, replicas: int) -> Any:
-    """Return the part of a global batch that belongs to one replica.
+def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Call a function with each tensor of a nest.
 
-    Args:
-        batch: A nest of tensors whose first dimensions count rows.
-        replica: The replica's number over all workers.
-        replicas: Number of replicas over all workers.
+    None stays: it stands for a missing value, such as sample weights.
     """
-    return _divided(batch, replica, replicas, slice_rows)
+    return tf.nest.map_structure(
+        lambda tensor: None if tensor is None else function(tensor),
+        batch,
+        expand_composites=False,
+    )
 
 
 def part_of_batch(
@@ -341,10 +367,10 @@ def part_of_batch(
     rows it's a copy of the batch's last one.
 
     Args:
-        batch: See `take_rows`.
+        batch: A nest of tensors whose first dimensions count rows.
         rows: Number of rows of the batch's first tensor, a scalar int64 tensor.
-        replica: See `take_rows`.
-        replicas: See `take_rows`.
+        replica: The replica's number over all workers.
+        replicas: Number of replicas over all workers.
         whole: Whether `rows` are those of all replicas of the job.
     """
 
@@ -357,7 +383,17 @@ def part_of_batch(
         return slice_rows(tensor, first, tf.maximum(stop, first + 1))
 
     part = _divided(batch, replica, replicas, take)
-    total = rows if whole else None
+    return with_own_facts(part, rows, replica, replicas, whole=whole)
+
+
+def with_own_facts(
+    part: Any, rows: Any, replica: int, replicas: int, *, whole: bool = True
+) -> Any:
+    """Add the facts for a step to a replica's part.
+
+    Args: See `part_of_batch`; `rows` may be a number.
+    """
+    total = tf.convert_to_tensor(rows, tf.int64) if whole else None
     known = tf.get_static_value(rows)
     if known is not None and known >= replicas:
         return with_facts(part, total)
@@ -371,13 +407,11 @@ def _divided(
     """Divide each tensor by its own rows: zipped datasets may differ in batch size."""
 
     def part(tensor: Any) -> Any:
-        if tensor is None:
-            return None
         if not isinstance(tensor, tf.SparseTensor) and tensor.shape.rank == 0:
             return tensor
         return take(tensor, *bounds_of_replica(count_rows(tensor), replica, replicas))
 
-    return tf.nest.map_structure(part, batch, expand_composites=False)
+    return map_tensors(part, batch)
 
 
 def bounds_of_replica(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
@@ -404,11 +438,7 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
             return tensor[start:stop]
         return tensor
 
-    return tf.nest.map_structure(
-        lambda tensor: None if tensor is None else take(tensor),
-        batch,
-        expand_composites=False,
-    )
+    return map_tensors(take, batch)
 
 
 def with_facts(part: Any, total: Any, rows: Any = None) -> Any:
@@ -456,37 +486,44 @@ def slice_dataset(
         in order. Without `wrap` parts may have no rows.
     """
 
-    # No Python here depends on a tensor, and converting it takes the longest.
-    @tf.autograph.experimental.do_not_convert
-    def part(index: Any, batch: Any, replica: int = first) -> Any:
+    def part(index: Any, batch: Any, replica: int) -> Any:
         rows = count_rows(batch)
         if wrap is None:
-            return take_rows(batch, replica, replicas)
+            return _divided(batch, replica, replicas, slice_rows)
         return wrap(index, batch, part_of_batch(batch, rows, replica, replicas))
 
-    def ahead(result: Any) -> Any:
-        return result.prefetch(tf.data.AUTOTUNE) if reads_ahead(dataset) else result
-
-    numbered = dataset.enumerate()
-    if local == 1:
-        return ahead(numbered.map(part))
-
-    @tf.autograph.experimental.do_not_convert
-    def parts(index: Any, batch: Any) -> Any:
-        result = tf.data.Dataset.from_tensors(part(index, batch))
-        for replica in range(first + 1, first + local):
-            result = result.concatenate(
-                tf.data.Dataset.from_tensors(part(index, batch, replica))
-            )
-        return result
-
-    return ahead(numbered.flat_map(parts))
+    parts = parts_of_replicas(dataset.enumerate(), range(first, first + local), part)
+    return read_ahead(parts, dataset)
 
 
-def reads_ahead(dataset: Any) -> bool:
-    """Return whether a dataset's parts are to be read ahead.
+def parts_of_replicas(
+    dataset: Any, replicas: Sequence[int], part: Callable[..., Any]
+) -> Any:
+    """Return a dataset of the replicas' parts, in order, of each element.
+
+    Args:
+        dataset: Its elements are tuples.
+        replicas: The numbers of the replicas.
+        part: Returns a part, given an element and the number of a replica.
+    """
+    # No Python here depends on a tensor, and converting it takes the longest.
+    plain = tf.autograph.experimental.do_not_convert
+    if len(replicas) == 1:
+        return dataset.map(plain(lambda *element: part(*element, replicas[0])))
+
+    def parts(*element: Any) -> Any:
+        every = [tf.data.Dataset.from_tensors(part(*element, i)) for i in replicas]
+        return functools.reduce(lambda one, other: one.concatenate(other), every)
+
+    return dataset.flat_map(plain(parts))
+
+
+def read_ahead(parts: Any, dataset: Any) -> Any:
+    """Let a dataset's parts be read ahead.
 
     A dataset without autotuning is prefetched by its reader, as Keras does for a
     PyDataset: an iterator that isn't used any more would take its items.
     """
-    return dataset.options().autotune.enabled is not False
+    if dataset.options().autotune.enabled is False:
+        return parts
+    return parts.prefetch(tf.data.AUTOTUNE)

@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,22 +39,18 @@ from kerasdist._keras import (
 from kerasdist._tf.row_pipelines import RowPipeline, iterator_dataset
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.data.batch_split import slice_rows, with_facts
+from kerasdist.strategies.data.batch_split import slice_rows, with_own_facts
 from kerasdist.strategies.data.choice import (
     DataChoice,
-    checksum_of_batch,
     different_batches,
-    tell_chiefs,
     with_remedies,
 )
 from kerasdist.strategies.data.comparison import (
     Batch,
     Content,
-    Origin,
     batch_of,
     hash_text,
-    of_dataset,
-    of_generator,
+    origin_of,
 )
 from kerasdist.strategies.data.encoding import (
     Encoded,
@@ -75,6 +72,7 @@ _AT_ONCE = 8 << 20
 _POLL, _PATIENCE = 0.1, 5.0
 
 
+@dataclass(eq=False, repr=False)
 class ChiefFeed(BatchIterable):
     """The iterable for Keras in place of the chief's data; each iteration is a pass.
 
@@ -84,36 +82,28 @@ class ChiefFeed(BatchIterable):
         passes: Returns an iterable over the batches of the next pass, and reads none
             of them yet; only the chief calls it.
         structure: A nest like a batch.
-        example: A batch for its shapes; None if there is none.
+        first: A batch for its shapes; None if there is none.
 
     Attributes:
         length: Number of batches of a pass; None: unknown.
         rows: Number of rows of a batch; 0: unknown.
     """
 
+    workers: Workers
+    timer: StepTimer
+    passes: Callable[[], Iterable[Any]]
+    structure: Any
+    first: Any
     length: int | None = None
-    rows = 0
-
-    def __init__(
-        self,
-        workers: Workers,
-        timer: StepTimer,
-        passes: Callable[[], Iterable[Any]],
-        structure: Any,
-        example: Any,
-    ) -> None:
-        self.workers, self.timer = workers, timer
-        self.passes = passes
-        self.structure = structure
-        self._example = example
-        self.reader: _Reader | None = None
+    rows: int = 0
+    reader: _Reader | None = None
 
     def __iter__(self) -> FeedIterator:
         return FeedIterator(self)
 
     def example(self) -> Any | None:
         """See `BatchIterable.example`."""
-        return self._example
+        return self.first
 
     def close(self) -> None:
         """End the thread that reads ahead."""
@@ -259,13 +249,10 @@ def own_rows_of(workers: Workers, structure: Any, leaves: list[Encoded]) -> Any:
     total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
     parts = []
     for i, device in enumerate(workers.devices[:local]):
-        own = equal_part(total, replicas, first + i)
         with tf.device(device):
             part = [_part(leaf, first + i, replicas) for leaf in leaves]
-            facts = [tf.constant(total, tf.int64), None]
-            if total < replicas:
-                facts[1] = tf.constant(own.stop - own.start, tf.int64)
-        parts.append(with_facts(tf.nest.pack_sequence_as(structure, part), *facts))
+            nest = tf.nest.pack_sequence_as(structure, part)
+            parts.append(with_own_facts(nest, total, first + i, replicas))
     return parts[0] if local == 1 else _tf.regroup(parts)
 
 
@@ -307,114 +294,77 @@ _COMPARED = 2
 class PeekedDataset:
     """A dataset whose first pass has begun.
 
+    Where its rows are made one by one, what is read are the elements before the maps:
+    each worker can still call these for its own rows.
+
     Args:
         dataset: The dataset.
+        pipeline: Its pipeline, if its rows are made one by one.
 
     Attributes:
         head: The first batches of it.
-        seconds: The time that the last one of these took.
+        seconds: The time that the last element took that was read.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, pipeline: RowPipeline | None = None) -> None:
+        self._pipeline = pipeline
+        self._dataset = dataset if pipeline is None else pipeline.windows
         self.seconds = 0.0
         # When an iterator is released, TensorFlow waits for its tuning thread, which
         # may sleep for a minute; see `ArrayData.take`. Without tuning AUTOTUNE means as
         # many calls at once as there are threads.
         options = tf.data.Options()
         options.autotune.enabled = False
-        self._untuned = dataset.with_options(options)
+        self._untuned = self._dataset.with_options(options)
         self._iterator: Any = iter(self._untuned)
-        self.head: list[Any] = []
+        self._read: list[Any] = []
         for _ in range(_COMPARED):
             begin = time.perf_counter()
-            self.head += itertools.islice(self._iterator, 1)
+            self._read += itertools.islice(self._iterator, 1)
             self.seconds = time.perf_counter() - begin
-        self._begun = True  # and nothing of that pass has been taken
-
-    def passes(self) -> Iterable[Any]:
-        """Return an iterable over the batches of the next pass."""
-        if not self._begun:
-            return iter(self._untuned)
-        self._begun = False
-        head, self.head = self.head, []
-        iterator, self._iterator = self._iterator, None
-        return itertools.chain(head, iterator)
-
-    def drop(self) -> None:
-        """Release the pass that has begun."""
-        self._iterator, self.head = None, []
-
-    def divided(self, divide: Callable[[Any], Any]) -> Passes:
-        """Return the passes over this worker's parts, for Keras to iterate over.
-
-        Args:
-            divide: Returns an iterable over this worker's parts of a dataset.
-        """
-        first = self._following(self._dataset, self.head)
-        example = self.head[0] if self.head else None
-        return Passes(
-            divide(first), lambda: divide(self._dataset), self._iterator, example
-        )
-
-    def _following(self, dataset: Any, head: list[Any]) -> Any:
-        """Return a dataset of the first pass, with the options of another."""
-        first = iterator_dataset(self._iterator, dataset)
-        for element in reversed(head):
-            first = tf.data.Dataset.from_tensors(element).concatenate(first)
-        return first.with_options(dataset.options())
-
-
-class PeekedRows(PeekedDataset):
-    """A dataset whose rows are made one by one, and whose first pass has begun.
-
-    What is read are the elements before the maps: each worker can still call these for
-    its own rows.
-
-    Args:
-        pipeline: The dataset's pipeline.
-    """
-
-    def __init__(self, pipeline: RowPipeline) -> None:
-        super().__init__(pipeline.windows)
-        self._pipeline = pipeline
-        self._windows = self.head
-        self.head = []
-        if self._windows:
-            windows = map(tf.data.Dataset.from_tensors, self._windows)
+        self.head = self._read
+        if pipeline is not None and self._read:
+            windows = map(tf.data.Dataset.from_tensors, self._read)
             read = functools.reduce(lambda one, other: one.concatenate(other), windows)
             self.head = list(
                 pipeline.batches(read.with_options(self._untuned.options()))
             )
+        self._begun = True  # and nothing of that pass has been taken
 
     def passes(self) -> Iterable[Any]:
-        """See `PeekedDataset.passes`."""
-        windows = self._untuned
+        """Return an iterable over the batches of the next pass."""
+        pipeline, elements = self._pipeline, self._untuned
         if self._begun:
             self._begun = False
-            windows = self._following(windows, self._windows)
-            self.head, self._windows = [], []
-        return iter(self._pipeline.batches(windows))
+            if pipeline is None:
+                elements = itertools.chain(self._read, self._iterator)
+            else:
+                elements = self._following(elements)
+            self.drop()
+        return iter(elements if pipeline is None else pipeline.batches(elements))
 
     def drop(self) -> None:
-        """See `PeekedDataset.drop`."""
-        super().drop()
-        self._windows = []
+        """Release the pass that has begun."""
+        self._iterator, self._read, self.head = None, [], []
 
-    def divided_rows(self, divide: Callable[..., Any]) -> Passes:
-        """Return the passes over this worker's parts, as `divided` does.
+    def divided(self, divide: Callable[[Any, Any], Any]) -> Passes:
+        """Return the passes over this worker's parts, for Keras to iterate over.
 
         Args:
-            divide: Returns an iterable over this worker's parts of a dataset of
-                windows, given the checksums of its first batches, or None.
+            divide: Returns an iterable over this worker's parts of a dataset, or of
+                `RowPipeline.windows`, given its first batches or None.
         """
-        every = self._pipeline.windows
-        first = self._following(every, self._windows)
-        known = [checksum_of_batch(batch) for batch in self.head]
-        example = self.head[0] if self.head else None
-        return Passes(
-            divide(first, known), lambda: divide(every, None), self._iterator, example
-        )
+        every, head = self._dataset, self.head
+        first = divide(self._following(every), head)
+        example = head[0] if head else None
+        return Passes(first, lambda: divide(every, None), self._iterator, example)
+
+    def _following(self, dataset: Any) -> Any:
+        """Return a dataset of the first pass, with the options of another."""
+        first = iterator_dataset(self._iterator, dataset)
+        for element in reversed(self._read):
+            first = tf.data.Dataset.from_tensors(element).concatenate(first)
+        return first.with_options(dataset.options())
 
 
 class Passes(BatchIterable):
@@ -432,8 +382,7 @@ class Passes(BatchIterable):
         self, first: Any, every: Callable[[], Any], iterator: Any, example: Any
     ) -> None:
         self._first = first
-        self._make_every = every
-        self._every: Any = None
+        self._every = functools.cache(every)
         self._iterator = iterator
         self._example = example
 
@@ -446,9 +395,7 @@ class Passes(BatchIterable):
         if first is not None:
             return iter(first)
         self._iterator = None
-        if self._every is None:
-            self._every = self._make_every()
-        return iter(self._every)
+        return iter(self._every())
 
 
 def verify_or_adopt_dataset(
@@ -457,7 +404,6 @@ def verify_or_adopt_dataset(
     choice: DataChoice,
     dataset: Any,
     length: int | None,
-    log_once: Callable[[str, str], None],
     generator: GeneratorFacts | None = None,
     rows: RowPipeline | None = None,
 ) -> tuple[PeekedDataset, ChiefFeed | None, int | None]:
@@ -469,31 +415,26 @@ def verify_or_adopt_dataset(
         choice: Decides whose data are used.
         dataset: This worker's dataset of global batches.
         length: Number of its batches; None: unknown.
-        log_once: Logs a line on the chief, given the kind of data and a line.
         generator: The facts of the plain generator that the dataset reads, if any.
         rows: The dataset's pipeline, if its rows are made one by one.
 
     Returns:
-        The dataset, `PeekedRows` with `rows`; the feed of the chief's batches, or None
-        if each worker uses its own; and the number of batches that counts.
+        The dataset; the feed of the chief's batches, or None if each worker uses its
+        own; and the number of batches that counts.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
     """
     communicator = workers.communicator
     name = "datasets" if generator is None else "generators"
-    peeked = PeekedDataset(dataset) if rows is None else PeekedRows(rows)
+    peeked = PeekedDataset(dataset, rows)
     content = Content([batch_of(batch) for batch in peeked.head])
-
-    def origin() -> Origin:
-        return of_dataset(dataset) if generator is None else of_generator(generator)
-
     why = choice.of_chief(
         communicator,
         name,
         content,
         length=length,
-        origin=origin,
+        origin=lambda: origin_of(dataset if generator is None else generator),
         different=lambda others, _: different_batches(others, communicator.ranks[0]),
         strange=generator is not None,
     )
@@ -506,7 +447,7 @@ def verify_or_adopt_dataset(
     if communicator.rank > 0:
         peeked.drop()
     feed = ChiefFeed(workers, timer, peeked.passes, dataset.element_spec, example)
-    tell_chiefs(log_once, name, why, content.leaves)
+    choice.tell(name, why, content.leaves)
     return peeked, feed, known
 
 
@@ -517,7 +458,6 @@ def verify_or_adopt_batch(
     communicator: Communicator,
     choice: DataChoice,
     data: Any,
-    log_once: Callable[[str, str], None],
 ) -> Any:
     """Return a global batch that all workers hold: if theirs differ, the chief's.
 
@@ -526,7 +466,6 @@ def verify_or_adopt_batch(
         choice: Decides whose data are used.
         data: This worker's batch, a nest of arrays, or of values that
             NumPy converts to arrays.
-        log_once: Logs a line on the chief, given the kind of data and a line.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
@@ -550,7 +489,7 @@ def verify_or_adopt_batch(
     packed = pack({}, leaves) if communicator.rank == 0 else np.zeros(0, np.uint8)
     _, chiefs = unpack(communicator.all_gather(packed)[0])
     cost = "rank 0 sends {:.3g} MB in each step"
-    tell_chiefs(log_once, "batches", why, chiefs, cost)
+    choice.tell("batches", why, chiefs, cost)
     return tf.nest.pack_sequence_as(data, [decode(leaf) for leaf in chiefs])
 
 
@@ -568,7 +507,6 @@ def verify_or_adopt_arrays(
     communicator: Communicator,
     choice: DataChoice,
     data: ArrayData,
-    log_once: Callable[[str, str], None],
 ) -> None:
     """Make all workers hold the same arrays: if theirs differ, the chief's.
 
@@ -576,7 +514,6 @@ def verify_or_adopt_arrays(
         communicator: The communicator of all workers, which call this together.
         choice: Decides whose data are used.
         data: This worker's arrays; the chief's afterwards.
-        log_once: Logs a line on the chief, given the kind of data and a line.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
@@ -605,7 +542,7 @@ def verify_or_adopt_arrays(
     facts = chiefs_facts(communicator, {"batch_size": data.batch_size})
     leaves = content.leaves
     data.replace(chiefs_leaves(communicator, leaves), int(facts["batch_size"]))
-    tell_chiefs(log_once, "arrays", why, leaves, "{:.3g} MB are sent once")
+    choice.tell("arrays", why, leaves, "{:.3g} MB are sent once")
 
 
 def _text(asked: dict[str, Any]) -> str:

@@ -68,30 +68,6 @@ def _own_parts(name: str, how: str) -> ValueError:
     )
 
 
-def tell_chiefs(
-    log_once: Callable[[str, str], None],
-    name: str,
-    why: str,
-    leaves: Sequence[Encoded],
-    cost: str = "rank 0 reads all and sends {:.3g} MB in each step",
-) -> None:
-    """Tell the user that the chief's data are used.
-
-    Args:
-        log_once: Logs a line on the chief, given the kind of data and a line.
-        name: A noun for the data, in the plural.
-        why: The reason.
-        leaves: The tensors that are sent.
-        cost: What that costs, with a place for the megabytes.
-    """
-    log_once(
-        name,
-        f"kerasdist: the chief's {name} are used on all workers ({why}); "
-        f"{cost.format(size_of(leaves) / 1e6)}. With the same seed on all workers "
-        "(keras.utils.set_random_seed) each reads its own.",
-    )
-
-
 def in_elastic_job(error: ValueError) -> ValueError:
     """Return an error about data that differ with the remedies of an elastic job."""
     text = str(error)
@@ -334,13 +310,15 @@ class DataChoice:
 
     Args:
         mode: "auto", "same" or "chief".
+        log_once: Logs a line on the chief, given the kind of data and a line.
 
     Attributes:
         mode: The argument.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, log_once: Callable[[str, str], None]) -> None:
         self.mode = mode
+        self._log_once = log_once
         self._seen = Seen(), Seen()  # of whole rows, of their x
         self._proved = ""
 
@@ -377,17 +355,14 @@ class DataChoice:
             return "data='chief'"
         x, rest = content.digests()
         mine = {"form": content.form, "x": x, "rest": rest, "length": length}
-        every = gather_facts(communicator, [mine, settings])
+        every = gather_facts(communicator, mine | {"settings": settings})
         ranks = communicator.ranks
         others = [r for r, each in zip(ranks, every, strict=True) if each != every[0]]
         if not others:
             return ""
-        asked = [theirs for _, theirs in every]
-        every = [theirs for theirs, _ in every]
-        keys = [(theirs["x"], theirs["rest"]) for theirs in every]
-        same_data = len(set(keys)) == 1
+        same_data = len({(theirs["x"], theirs["rest"]) for theirs in every}) == 1
         if self.mode == "same" or same_data:
-            raise different(others, asked)
+            raise different(others, [theirs["settings"] for theirs in every])
         forms = [theirs["form"] for theirs in every if theirs["form"]]
         if any(form != forms[0] for form in forms):
             named = zip(ranks, every, strict=True)
@@ -412,6 +387,28 @@ class DataChoice:
             f"The workers were given different {name}, and it isn't known whether they "
             "are each worker's own part, or should be the same",
             found,
+        )
+
+    def tell(
+        self,
+        name: str,
+        why: str,
+        leaves: Sequence[Encoded],
+        cost: str = "rank 0 reads all and sends {:.3g} MB in each step",
+    ) -> None:
+        """Tell the user that the chief's data are used.
+
+        Args:
+            name: A noun for the data, in the plural.
+            why: The reason.
+            leaves: The tensors that are sent.
+            cost: What that costs, with a place for the megabytes.
+        """
+        self._log_once(
+            name,
+            f"kerasdist: the chief's {name} are used on all workers ({why}); "
+            f"{cost.format(size_of(leaves) / 1e6)}. With the same seed on all workers "
+            "(keras.utils.set_random_seed) each reads its own.",
         )
 
     def _by_content(

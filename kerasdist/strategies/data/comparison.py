@@ -93,7 +93,8 @@ class Content:
     @property
     def rows(self) -> int:
         """Return the number of rows of all batches."""
-        return sum(_rows(batch) for batch in self.batches)
+        sizes = ([leaf.rows for leaf in batch.leaves] for batch in self.batches)
+        return sum(next((n for n in each if n is not None), 0) for each in sizes)
 
     @property
     def leaves(self) -> list[Encoded]:
@@ -113,11 +114,6 @@ class Content:
             _joined([row_hashes(batch.x) for batch in self.batches]),
             _joined([row_hashes(batch.rest) for batch in self.batches if batch.rest]),
         )
-
-
-def _rows(batch: Batch) -> int:
-    sizes = [leaf.rows for leaf in batch.leaves if leaf.rows is not None]
-    return sizes[0] if sizes else 0
 
 
 def _joined(parts: list[Hashes]) -> Hashes:
@@ -210,13 +206,8 @@ def _hashes_of(leaf: Encoded) -> Hashes:
     if leaf.kind == "dense":
         return _dense(leaf.arrays[0])
     if leaf.kind == "text":
-        lengths, joined = leaf.arrays
-        data, ends = joined.tobytes(), np.cumsum(lengths.reshape(-1))
-        words = [
-            hash_text(data[end - length : end])
-            for end, length in zip(ends, lengths.reshape(-1), strict=True)
-        ]
-        return _dense(np.array(words, np.uint64).reshape(lengths.shape))
+        words = np.array([hash_text(word) for word in leaf.words], np.uint64)
+        return _dense(words.reshape(leaf.arrays[0].shape))
     values = leaf.values
     octets = values.arrays[-1].reshape(-1).view(np.uint8).tobytes()
     bounds = _value_bounds(values)
@@ -316,8 +307,8 @@ class Origin:
         """Record a variable, if it is data or a number, or contains some."""
         if isinstance(value, (bool, int, np.integer)):
             self.numbers[name] = str(int(value))
-        elif isinstance(value, (str, bytes, os.PathLike)):
-            # It may be the folder that a worker reads.
+        elif isinstance(value, (str, bytes, os.PathLike, range)):
+            # Text may be the folder that a worker reads.
             self.numbers[name] = repr(value)[:500]
         elif isinstance(value, tf.distribute.Strategy):
             # The code probably has it to get its rank.
@@ -326,8 +317,6 @@ class Origin:
             self._add_dataset(name, value)
         elif isinstance(value, types.GeneratorType):
             self.add_facts(name, GeneratorFacts(value), depth)
-        elif isinstance(value, range):
-            self.numbers[name] = str(value)
         elif isinstance(value, dict):
             for key, each in list(value.items())[:100]:
                 self.add(f"{name}[{key!r}]", each, 0)
@@ -371,26 +360,21 @@ class Origin:
             self.add(f"{name}{key}", value, depth)
 
 
-def of_dataset(dataset: Any) -> Origin:
-    """Return the origin of a `tf.data.Dataset`."""
+def origin_of(data: Any) -> Origin:
+    """Return the origin of the data of a `tf.data.Dataset`, a generator or an object.
+
+    Args:
+        data: The dataset; the facts of the generator; or the object.
+    """
     origin = Origin()
-    origin.add("", dataset)
-    return origin
-
-
-def of_generator(facts: GeneratorFacts) -> Origin:
-    """Return the origin of a generator's data."""
-    origin = Origin()
-    origin.add_facts("", facts)
-    return origin
-
-
-def of_object(value: Any) -> Origin:
-    """Return the origin of an object's data."""
-    origin = Origin()
-    for key, each in list(vars(value).items())[:100]:
-        if not key.startswith("_"):
-            origin.add(key, each, _DEPTH - 1)
+    if isinstance(data, GeneratorFacts):
+        origin.add_facts("", data)
+    elif isinstance(data, tf.data.Dataset):
+        origin.add("", data)
+    else:
+        for key, each in list(vars(data).items())[:100]:
+            if not key.startswith("_"):
+                origin.add(key, each, _DEPTH - 1)
     return origin
 
 

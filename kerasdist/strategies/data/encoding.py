@@ -15,6 +15,7 @@ of which begins at a multiple of 64 bytes. Nothing is pickled.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,11 +73,10 @@ def chiefs_leaves(communicator: Communicator, leaves: Sequence[Encoded]) -> list
                 part[:] = received
         return array.reshape(shape)
 
-    found = [
-        Encoded(kind, tuple(receive(*form) for form in forms), inner)
+    return [
+        decode(Encoded(kind, tuple(receive(*form) for form in forms), inner))
         for kind, inner, forms in chiefs
     ]
-    return [decode(encoded) for encoded in found]
 
 
 Array = npt.NDArray[Any]
@@ -118,6 +118,13 @@ class Encoded:
     def rest(self) -> tuple[Array, ...]:
         """Return the arrays of a ragged or sparse tensor except its values."""
         return self.arrays[: -1 if self.inner == "dense" else -2]
+
+    @property
+    def words(self) -> list[bytes]:
+        """Return the strings of text."""
+        lengths, joined = self.arrays[0].reshape(-1), self.arrays[1].tobytes()
+        named = zip(np.cumsum(lengths), lengths, strict=True)
+        return [joined[end - length : end] for end, length in named]
 
     @property
     def rows(self) -> int | None:
@@ -166,14 +173,8 @@ def decode(encoded: Encoded) -> Any:
     if encoded.kind == "dense":
         return encoded.arrays[0]
     if encoded.kind == "text":
-        lengths, joined = encoded.arrays
-        ends = np.cumsum(lengths.reshape(-1))
-        data = joined.tobytes()
-        words = [
-            data[end - length : end]
-            for end, length in zip(ends, lengths.reshape(-1), strict=True)
-        ]
-        return tf.reshape(tf.constant(words, tf.string), lengths.shape)
+        texts = tf.constant(encoded.words, tf.string)
+        return tf.reshape(texts, encoded.arrays[0].shape)
     values = tf.convert_to_tensor(decode(encoded.values))
     if encoded.kind == "ragged":
         splits = [tf.convert_to_tensor(part) for part in encoded.rest]
@@ -184,43 +185,33 @@ def decode(encoded: Encoded) -> Any:
 
 def pack(facts: dict[str, Any], leaves: Sequence[Encoded]) -> Array:
     """Pack facts, which must be JSON, and tensors as bytes."""
-    arrays = [
-        np.ascontiguousarray(array) if array.ndim else array.copy()
-        for leaf in leaves
-        for array in leaf.arrays
-    ]
+    arrays = [np.ascontiguousarray(array) for leaf in leaves for array in leaf.arrays]
     header = json.dumps({"facts": facts, "leaves": describe(leaves)}).encode()
-    places, total = _places(8 + len(header), [array.nbytes for array in arrays])
-    packed = np.empty(total, np.uint8)
+    starts, end = [], 8 + len(header)
+    for array in arrays:
+        starts.append(_aligned(end))
+        end = starts[-1] + array.nbytes
+    packed = np.empty(end, np.uint8)
     packed[:8] = np.array([len(header)], np.int64).view(np.uint8)
     packed[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
-    for start, array in zip(places, arrays, strict=True):
-        flat = array.reshape(-1).view(np.uint8)
-        packed[start : start + array.nbytes] = flat
+    for start, array in zip(starts, arrays, strict=True):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     return packed
 
 
 def unpack(packed: Array) -> tuple[dict[str, Any], list[Encoded]]:
     """Unpack what `pack` returned. Arrays share the memory of `packed`."""
-    size = int(packed[:8].view(np.int64)[0])
-    header = json.loads(packed[8 : 8 + size].tobytes())
-    kinds = header["leaves"]
-    forms = [form for _, _, arrays in kinds for form in arrays]
-    lengths = [
-        int(np.prod(shape, dtype=np.int64)) * as_dtype(name).itemsize
-        for name, shape in forms
-    ]
-    places, _ = _places(8 + size, lengths)
-    found = iter(
-        [
-            packed[start : start + length].view(as_dtype(name)).reshape(shape)
-            for start, length, (name, shape) in zip(places, lengths, forms, strict=True)
-        ]
-    )
-    return header["facts"], [
-        Encoded(kind, tuple(next(found) for _ in arrays), inner)
-        for kind, inner, arrays in kinds
-    ]
+    end = 8 + int(packed[:8].view(np.int64)[0])
+    header = json.loads(packed[8:end].tobytes())
+    leaves = []
+    for kind, inner, forms in header["leaves"]:
+        arrays = []
+        for name, shape in forms:
+            dtype, start = as_dtype(name), _aligned(end)
+            end = start + math.prod(shape) * dtype.itemsize
+            arrays.append(packed[start:end].view(dtype).reshape(shape))
+        leaves.append(Encoded(kind, tuple(arrays), inner))
+    return header["facts"], leaves
 
 
 def describe(leaves: Sequence[Encoded]) -> list[Any]:
@@ -236,14 +227,8 @@ def as_dtype(name: str) -> Any:
     return np.dtype(tf.as_dtype(name).as_numpy_dtype)
 
 
-def _places(begin: int, lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Return where arrays of these lengths begin, and where the last one ends."""
-    starts, end = [], begin
-    for length in lengths:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        starts.append(start)
-        end = start + length
-    return starts, end
+def _aligned(place: int) -> int:
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
 def _as_bytes(word: Any) -> bytes:

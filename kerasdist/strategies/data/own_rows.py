@@ -25,18 +25,25 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import BatchIterator, StepTimer
+from kerasdist._keras import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.batch_split import (
+    FetchedBatches,
     bounds_of_replica,
-    reads_ahead,
+    parts_of_replicas,
+    read_ahead,
     slice_rows,
     split_part,
     with_facts,
+    with_own_facts,
 )
-from kerasdist.strategies.data.choice import CHECKSUM, SameBatches
+from kerasdist.strategies.data.choice import (
+    CHECKSUM,
+    SameBatches,
+    checksum_of_batch,
+)
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
@@ -63,27 +70,18 @@ class PerWorkerDataset:
         return PerWorkerIterator(self._workers, self._timer, self._dataset)
 
 
-class PerWorkerIterator(BatchIterator):
+class PerWorkerIterator(FetchedBatches):
     """One pass over all workers' own datasets."""
 
     def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
+        super().__init__()
         self._workers, self._timer = workers, timer
         self._iterator = iter(dataset)
         self._spec = dataset.element_spec
         self._by_file = OWN_DATA.get(dataset)
-        self._waiting: list[Any] = []
         self._last: Any = None
 
-    def at_least_one(self) -> PerWorkerIterator:
-        """See `BatchIterator.at_least_one`."""
-        if not self._waiting:
-            self._waiting.append(self._fetch())
-        return self
-
-    def __next__(self) -> Any:
-        return self._waiting.pop() if self._waiting else self._fetch()
-
-    def _fetch(self) -> Any:
+    def _fetch(self) -> list[Any]:
         begin = time.time()
         optional = self._next_own()
         here = bool(optional.has_value())
@@ -95,9 +93,9 @@ class PerWorkerIterator(BatchIterator):
             raise StopIteration
         if here:
             self._last = optional.get_value()
-            return self._last
+            return [self._last]
         if self._last is None:
-            return tf.nest.map_structure(self._empty, self._spec)
+            return [tf.nest.map_structure(self._empty, self._spec)]
         # This worker's results count for nothing, see `data.batch_split`.
         local = self._workers.local_replicas
         none = tf.constant(0, tf.int64)
@@ -105,7 +103,7 @@ class PerWorkerIterator(BatchIterator):
         for replica in range(local):
             batch, _, _ = split_part(_tf.select_replica(replica, self._last))
             idle.append(with_facts(slice_rows(batch, 0, 1), None, none))
-        return idle[0] if local == 1 else _tf.regroup(idle)
+        return idle if local == 1 else [_tf.regroup(idle)]
 
     def _next_own(self) -> Any:
         """Return this worker's next batch as an optional."""
@@ -283,15 +281,15 @@ class OwnRows:
         start, stop = self._bounds(pipeline.batch_size)
         self._most = max(stop - start, 1)
 
-    def divide(self, windows: Any, checksums: Sequence[int] | None = None) -> Any:
+    def divide(self, windows: Any, head: Sequence[Any] | None = None) -> Any:
         """Return a dataset of this worker's parts, as `slice_dataset` does.
 
         Args:
             windows: A dataset as `RowPipeline.windows`.
-            checksums: Those of the first batches; by default they are computed from
-                the batches.
+            head: The first batches, if they are known: all those with a checksum.
         """
-        # As in `slice_dataset`.
+        checksums = None if head is None else [checksum_of_batch(each) for each in head]
+        # As in `parts_of_replicas`.
         plain = tf.autograph.experimental.do_not_convert
 
         def own(index: Any, window: Any) -> Any:
@@ -300,13 +298,9 @@ class OwnRows:
         rows = self._pipeline.make_rows(windows.enumerate().flat_map(plain(own)))
         # Only whole batches: see above.
         batches = rows.batch(self._most, drop_remainder=True)
-        if self._local == 1:
-            parts = batches.map(plain(lambda facts, rows: self._part(facts, rows, 0)))
-        else:
-            parts = batches.flat_map(plain(self._parts))
-        if reads_ahead(windows):
-            parts = parts.prefetch(tf.data.AUTOTUNE)
-        return parts.with_options(self._pipeline.options)
+        replicas = range(self._first, self._first + self._local)
+        parts = parts_of_replicas(batches, replicas, self._part)
+        return read_ahead(parts, windows).with_options(self._pipeline.options)
 
     def _own_elements(
         self, index: Any, window: Any, checksums: Sequence[int] | None
@@ -329,21 +323,12 @@ class OwnRows:
         facts = tf.data.Dataset.from_tensors((tf.cast(total, tf.int64), checksum))
         return tf.data.Dataset.zip((facts.repeat(self._most), own))
 
-    def _parts(self, facts: Any, rows: Any) -> Any:
-        """Return the dataset of the parts of this worker's replicas."""
-        result = tf.data.Dataset.from_tensors(self._part(facts, rows, 0))
-        for local in range(1, self._local):
-            result = result.concatenate(
-                tf.data.Dataset.from_tensors(self._part(facts, rows, local))
-            )
-        return result
-
-    def _part(self, facts: Any, rows: Any, local: int) -> Any:
+    def _part(self, facts: Any, rows: Any, replica: int) -> Any:
         """Return a replica's part: see `batch_split.part_of_batch`."""
         totals, checksums = facts
         total = self._total(totals[0])
         begin, _ = self._bounds(total)
-        start, stop = bounds_of_replica(total, self._first + local, self._replicas)
+        start, stop = bounds_of_replica(total, replica, self._replicas)
         start, stop, own = start - begin, stop - begin, stop - start
         if isinstance(own, int):
             if not own:
@@ -352,10 +337,7 @@ class OwnRows:
             start = tf.where(own > 0, start, self._most - 1)
             stop = tf.maximum(stop, start + 1)
         part = slice_rows(rows, start, stop)
-        total = tf.cast(total, tf.int64)
-        known = tf.get_static_value(total)
-        enough = known is not None and known >= self._replicas
-        part = with_facts(part, total, None if enough else tf.cast(own, tf.int64))
+        part = with_own_facts(part, total, replica, self._replicas)
         return {CHECKSUM: checksums[0], "batch": part}
 
     def _total(self, rows: Any) -> Any:

@@ -25,19 +25,19 @@ from __future__ import annotations
 import itertools
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist._keras import BatchIterator, ItemData, StepTimer
-from kerasdist.strategies.data.batch_split import epoch_order
+from kerasdist._keras import ItemData, StepTimer
+from kerasdist.strategies.data.batch_split import FetchedBatches, order_of_items
 from kerasdist.strategies.data.chief_data import ChiefFeed, own_rows_of
-from kerasdist.strategies.data.choice import REMEDIES, DataChoice, tell_chiefs
-from kerasdist.strategies.data.comparison import Content, batch_of, of_object
+from kerasdist.strategies.data.choice import REMEDIES, DataChoice
+from kerasdist.strategies.data.comparison import Content, batch_of, origin_of
 from kerasdist.strategies.data.encoding import (
     as_dtype,
     chiefs_facts,
@@ -135,18 +135,11 @@ def share_items(
     timer: StepTimer,
     choice: DataChoice,
     data: ItemData,
-    seed: Callable[[], int],
-    log_once: Callable[[str, str], None],
+    draw_seed: Callable[[], int],
 ) -> Any | None:
     """Return the iterable over this worker's parts of all items, or of the chief's.
 
-    Args:
-        workers: The connected workers.
-        timer: Measures steps, and the time of waiting.
-        choice: Decides whose data are used.
-        data: This worker's PyDataset.
-        seed: Returns a seed that all workers agree on.
-        log_once: Logs a line on the chief, given the kind of data and a line.
+    Args: See `SharedItems`.
 
     Returns:
         None, on all workers, if there are no items or they can't be exchanged (ragged
@@ -155,86 +148,30 @@ def share_items(
     Raises:
         ValueError: The workers were given different data. All workers raise it.
     """
-
-    def feed_if_different(different: ValueError | None) -> ChiefFeed | None:
-        return _chiefs_items(workers, timer, choice, data, seed, log_once, different)
-
+    items = SharedItems(workers, timer, data, choice, draw_seed)
     if choice.mode == "chief":
-        return feed_if_different(None)
-    items = SharedItems(workers, timer, data, feed_if_different)
+        return items.chiefs(choice, None)
     try:
         exchangeable = items.agree()
     except DifferentItems as error:
-        return feed_if_different(error)
+        return items.chiefs(choice, error)
     if not exchangeable:
-        return feed_if_different(None)
+        return items.chiefs(choice, None)
     if data.shuffle:
-        items.seed = seed()
+        items.seed = draw_seed()
     return items
 
 
-def _chiefs_items(
-    workers: Workers,
-    timer: StepTimer,
-    choice: DataChoice,
-    data: ItemData,
-    seed: Callable[[], int],
-    log_once: Callable[[str, str], None],
-    different: ValueError | None,
-) -> ChiefFeed | None:
-    """Return the feed of the chief's items; None if all workers have the same.
-
-    Args: See `share_items`; `different` is the error that describes how the workers'
-        datasets differ, if that's known.
-
-    Raises:
-        ValueError: They differ, and the chief's can't be used; on all workers.
-    """
-    item = data.read(0) if data.length != 0 else None
-    content = Content([] if item is None else [batch_of(item)])
-
-    def error(others: list[int], _: Any) -> ValueError:
-        return different or ValueError(
-            "The workers' PyDatasets hold different items. Received: item 0 of "
-            f"ranks {others} differs from rank 0's."
-        )
-
-    why = choice.of_chief(
-        workers.communicator,
-        "PyDatasets",
-        content,
-        length=data.length,
-        settings={"shuffle": data.shuffle},
-        origin=lambda: of_object(data.dataset),
-        different=error,
-    )
-    if not why:
-        if different is not None:
-            raise different
-        return None
-    seeded, epochs = seed(), itertools.count(1)
-
-    def read_all() -> Iterator[Any]:
-        """Read all items, in the order of the next epoch."""
-        length, epoch, order = data.length, next(epochs), None
-        if data.shuffle and length is not None:
-            order = epoch_order(length, 1, True, seeded, epoch).tolist()
-        reader = data.reader(0, 1, order)
-        try:
-            for _ in itertools.count() if length is None else range(length):
-                yield reader.read()[1]
-        finally:
-            reader.close()
-
-    feed = ChiefFeed(workers, timer, read_all, item, item)
-    feed.length = chiefs_facts(workers.communicator, {"length": data.length})["length"]
-    feed.rows = content.rows
-    tell_chiefs(log_once, "PyDatasets", why, content.leaves)
-    return feed
-
-
+@dataclass(eq=False, repr=False)
 class SharedItems:
     """The iterable for Keras in place of a PyDataset; each iteration is an epoch.
+
+    Args:
+        workers: The connected workers.
+        timer: Measures steps, and the time of waiting.
+        data: This worker's PyDataset.
+        choice: Decides whose data are used if they differ; None: that's an error.
+        draw_seed: Returns a seed that all workers agree on.
 
     Attributes:
         seed: The seed of the orders of epochs; common to all workers.
@@ -245,23 +182,18 @@ class SharedItems:
         feed: The feed of the chief's items; None while all workers have the same.
     """
 
-    def __init__(
-        self,
-        workers: Workers,
-        timer: StepTimer,
-        data: ItemData,
-        feed_if_different: Callable[[ValueError | None], Any] | None = None,
-    ) -> None:
-        self.workers, self.timer = workers, timer
-        self.data = data
-        self.feed: Any = None
-        self._feed_if_different = feed_if_different
-        self.seed = 0
-        self.length: int | None = None
-        self.form: ItemForm | None = None
-        self.example: Any = None
-        self.rows = 0
-        self._epoch = 0
+    workers: Workers
+    timer: StepTimer
+    data: ItemData
+    choice: DataChoice | None = None
+    draw_seed: Callable[[], int] = lambda: 0
+    seed: int = 0
+    form: ItemForm | None = None
+    length: int | None = None
+    example: Any = None
+    rows: int = 0
+    feed: Any = None
+    _epoch: int = 0
 
     def __iter__(self) -> SharedItemsIterator:
         return SharedItemsIterator(self)
@@ -276,12 +208,10 @@ class SharedItems:
             try:
                 self.agree()
             except DifferentItems as error:
-                if self._feed_if_different is None:
+                if self.choice is None:
                     raise
-                self.feed = self._feed_if_different(error)
-        if not self.data.shuffle or self.length is None:
-            return None
-        return epoch_order(self.length, 1, True, self.seed, self._epoch)
+                self.feed = self.chiefs(self.choice, error)
+        return order_of_items(self.length, self.data.shuffle, self.seed, self._epoch)
 
     def agree(self) -> bool:
         """Compare the workers' datasets; return whether items can be exchanged.
@@ -313,6 +243,62 @@ class SharedItems:
         if any(other != checksums[0] for other in checksums):
             self._read_again(form, checksums)
         return True
+
+    def chiefs(
+        self, choice: DataChoice, different: ValueError | None
+    ) -> ChiefFeed | None:
+        """Return the feed of the chief's items; None if all workers have the same.
+
+        Args:
+            choice: Decides whose data are used.
+            different: The error that describes how the workers' datasets differ, if
+                that's known.
+
+        Raises:
+            ValueError: They differ, and the chief's can't be used; on all workers.
+        """
+        data = self.data
+        item = data.read(0) if data.length != 0 else None
+        content = Content([] if item is None else [batch_of(item)])
+
+        def error(others: list[int], _: Any) -> ValueError:
+            return different or ValueError(
+                "The workers' PyDatasets hold different items. Received: item 0 of "
+                f"ranks {others} differs from rank 0's."
+            )
+
+        why = choice.of_chief(
+            self.workers.communicator,
+            "PyDatasets",
+            content,
+            length=data.length,
+            settings={"shuffle": data.shuffle},
+            origin=lambda: origin_of(data.dataset),
+            different=error,
+        )
+        if not why:
+            if different is not None:
+                raise different
+            return None
+        seeded, epochs = self.draw_seed(), itertools.count(1)
+
+        def read_all() -> Iterator[Any]:
+            """Read all items, in the order of the next epoch."""
+            length = data.length
+            reader = data.reader(
+                0, 1, order_of_items(length, data.shuffle, seeded, next(epochs))
+            )
+            try:
+                for _ in itertools.count() if length is None else range(length):
+                    yield reader.read()[1]
+            finally:
+                reader.close()
+
+        feed = ChiefFeed(self.workers, self.timer, read_all, item, item)
+        known = chiefs_facts(self.workers.communicator, {"length": data.length})
+        feed.length, feed.rows = known["length"], content.rows
+        choice.tell("PyDatasets", why, content.leaves)
+        return feed
 
     def _compare(self, facts: dict[str, Any]) -> list[Any]:
         """Compare facts over the workers; return all workers' checksums."""
@@ -360,33 +346,27 @@ class SharedItems:
             )
 
 
-class SharedItemsIterator(BatchIterator):
+class SharedItemsIterator(FetchedBatches):
     """The iterator of one epoch."""
 
     def __init__(self, items: SharedItems) -> None:
+        super().__init__()
         self.example = items.example
         self._items = items
         self._groups: Iterator[list[Any]] | None = None
-        self._waiting: deque[Any] = deque()
         self._met = 0.0  # seconds of the last exchange
 
-    def at_least_one(self) -> SharedItemsIterator:
-        """See `BatchIterator.at_least_one`."""
-        if not self._waiting:
-            # An epoch begins when its first batch is needed: Keras makes more iterators
-            # than it uses.
-            if self._groups is None:
-                self._groups = self._read()
-            timer = self._items.timer
-            begin, self._met = time.time(), 0.0
-            self._waiting.extend(next(self._groups))
-            timer.waited(time.time() - begin - self._met)
-            timer.waited(self._met, others=True)
-        return self
-
-    def __next__(self) -> Any:
-        self.at_least_one()
-        return self._waiting.popleft()
+    def _fetch(self) -> list[Any]:
+        # An epoch begins when its first batch is needed: Keras makes more iterators
+        # than it uses.
+        if self._groups is None:
+            self._groups = self._read()
+        timer = self._items.timer
+        begin, self._met = time.time(), 0.0
+        group = next(self._groups)
+        timer.waited(time.time() - begin - self._met)
+        timer.waited(self._met, others=True)
+        return group
 
     def _read(self) -> Iterator[list[Any]]:
         items = self._items

@@ -22,13 +22,13 @@ from kerasdist.strategies.data.batch_split import (
     count_rows,
     epoch_order,
     fill_if_empty,
+    map_tensors,
     part_of_batch,
     slice_dataset,
     split_part,
     with_facts,
 )
 from kerasdist.strategies.data.chief_data import (
-    PeekedRows,
     verify_or_adopt_arrays,
     verify_or_adopt_batch,
     verify_or_adopt_dataset,
@@ -203,11 +203,9 @@ class SharingExtended(_tf.MirroredExtended):
 
         Returns None with another policy, or if there's no other worker.
         """
-        own = (
-            None
-            if self.workers.communicator.size == 1
-            else own_part(self.workers, dataset)
-        )
+        if self.workers.communicator.size == 1:
+            return None
+        own = own_part(self.workers, dataset)
         if own is None:
             return None
         made = self._from_function(lambda _: own, options)
@@ -293,7 +291,7 @@ class SynchronousData:
         self._seeding = _tf.seeding()
         self._given: GivenData | None = None
         self._same = SameBatches(workers)
-        self._choice = DataChoice(options.data)
+        self._choice = DataChoice(options.data, log_once)
         self.shards = options.shards
 
     @property
@@ -315,9 +313,7 @@ class SynchronousData:
                 lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x,
                 batch,
             )
-        batch = tf.nest.map_structure(
-            lambda x: None if x is None else tf.convert_to_tensor(x), batch
-        )
+        batch = map_tensors(tf.convert_to_tensor, batch)
         rows = count_rows(batch)
         parts = [
             part_of_batch(batch, rows, first + i, replicas, whole=self.shards)
@@ -327,8 +323,7 @@ class SynchronousData:
 
     def verify_or_adopt_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
-        communicator = self._workers.communicator
-        return verify_or_adopt_batch(communicator, self._choice, batch, self._log_once)
+        return verify_or_adopt_batch(self._workers.communicator, self._choice, batch)
 
     def distribute_dataset(
         self,
@@ -377,13 +372,13 @@ class SynchronousData:
             return self._divide_rows(rows)(rows.windows), length
         peeked, feed, length = verify_or_adopt_dataset(
             *(self._workers, self._timer, self._choice, dataset, length),
-            *(self._log_once, generator, rows),
+            *(generator, rows),
         )
-        if feed is None and rows is not None and isinstance(peeked, PeekedRows):
-            return peeked.divided_rows(self._divide_rows(rows)), length
         if feed is None:
+            if rows is not None:
+                return peeked.divided(self._divide_rows(rows)), length
             self._tell_cost(peeked.seconds, str(found))
-            return peeked.divided(self._divide), length
+            return peeked.divided(lambda every, _: self._divide(every)), length
         self._given = dataclasses.replace(
             self._given, batches=length, division="the chief's data"
         )
@@ -408,7 +403,7 @@ class SynchronousData:
         """Return a function of windows: see `OwnRows.divide`."""
         own = OwnRows(rows, self._workers.layout, self._same)
         distribute = self._extended.distribute_parts
-        return lambda *windows: distribute(own.divide(*windows))
+        return lambda windows, head=None: distribute(own.divide(windows, head))
 
     def _tell_cost(self, seconds: float, why: str) -> None:
         """Say once what it costs that each worker makes all rows."""
@@ -498,10 +493,7 @@ class SynchronousData:
         """
         if self._workers.communicator.size == 1:
             return None
-        items = share_items(
-            *(self._workers, self._timer, self._choice, data),
-            *(self.seed, self._log_once),
-        )
+        items = share_items(self._workers, self._timer, self._choice, data, self.seed)
         if items is not None:
             self._given = GivenData(
                 batch_size=items.rows,
@@ -512,8 +504,7 @@ class SynchronousData:
 
     def agree(self, data: ArrayData) -> int:
         """Make all workers hold the same arrays; return a seed that they agree on."""
-        communicator = self._workers.communicator
-        verify_or_adopt_arrays(communicator, self._choice, data, self._log_once)
+        verify_or_adopt_arrays(self._workers.communicator, self._choice, data)
         return self.seed()
 
     def seed(self) -> int:

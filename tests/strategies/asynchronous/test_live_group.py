@@ -32,7 +32,7 @@ def arrays(workers, rank):
     data = types.SimpleNamespace(
         samples=8, batch_size=2, shuffle=True, leaves=lambda: ([rows], [])
     )
-    verify_or_adopt_arrays(workers.communicator, DataChoice("same"), data, print)
+    verify_or_adopt_arrays(workers.communicator, DataChoice("same", print), data)
 
 
 def items(workers, rank):
