@@ -128,6 +128,7 @@ class Factors(Compressor):
             both = payload.all_gather(both[: tf.where(pays[i], tf.shape(both)[0], 0)])
             found = OuterProducts(*tf.split(both, gradient.shape.as_list(), axis=1))
             reduced = sums[i]
-            sums[i] = tf.cond(pays[i], found.product, lambda total=reduced: total)
-            sums[i].set_shape(gradient.shape)
+            total = tf.cond(pays[i], found.product, lambda total=reduced: total)
+            # An operation that has the shape, also where a graph is made again.
+            sums[i] = tf.ensure_shape(total, gradient.shape)
         return sums, memory, payload.bytes

@@ -44,6 +44,8 @@ else:
             "placement": {r".*_\\d*[13579]": "CPU:1", ".*": "CPU:0"},
             "micro_batches": int(os.environ["PLACED"]),
         }
+    if os.environ.get("COMPRESSION"):
+        options["compression"] = os.environ["COMPRESSION"]
     strategy = getattr(kerasdist, os.environ["STRATEGY"])(
         devices=[f"CPU:{i}" for i in range(devices)], timeout=100, **options
     )
@@ -157,7 +159,7 @@ EQUAL_PARTS = {"zipped_batches_of_two_sizes"}
 
 def layouts() -> list[object]:
     made: list[object] = []
-    for workers, devices, servers, core, *micro_batches in [
+    for workers, devices, servers, core, *more in [
         (1, 2, 0, SUMS),
         (2, 1, 0, (*OWN, *MIXED)),
         # Of one worker there is nothing to divide.
@@ -173,10 +175,13 @@ def layouts() -> list[object]:
         ),
         # One replica per worker, whose layers are on two devices; micro-batches.
         (2, 2, 0, (*PLACED, "slices_adagrad"), 2),
+        # Factors of gradients in place of gradients.
+        (2, 1, 0, (*PLACED, "losses_of_one_number"), 0, "factors"),
     ]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
-        placed = sum(micro_batches)
+        placed, compression, *_ = (*more, *(0, "")[len(more) :])
         name += f"-placed{placed}" if placed else ""
+        name += f"-{compression}" if compression else ""
         parts = {"core": core}
         if name == "2x1":
             parts["sample"] = SAMPLE
@@ -193,15 +198,17 @@ def layouts() -> list[object]:
         parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
         for part, cases in parts.items():
             marks = [] if part in chosen else [pytest.mark.soak]
-            layout = workers, devices, servers, placed, cases
+            layout = workers, devices, servers, placed, compression, cases
             made.append(pytest.param(*layout, id=f"{name}-{part}", marks=marks))
     return made
 
 
 @pytest.mark.parametrize(
-    ("workers", "devices", "servers", "placed", "cases"), layouts()
+    ("workers", "devices", "servers", "placed", "compression", "cases"), layouts()
 )
-def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp_path):
+def test_workers_equal_one_process(
+    workers, devices, servers, placed, compression, cases, tmp_path
+):
     path = tmp_path / "numbers"
     env = {
         "TESTS": SCRIPTS_PATH,
@@ -210,6 +217,8 @@ def test_workers_equal_one_process(workers, devices, servers, placed, cases, tmp
     }
     if placed:
         env["PLACED"] = str(placed)
+    if compression:
+        env["COMPRESSION"] = compression
     with (
         reference(cases, tmp_path) as wait_for_reference,
         Workers(
