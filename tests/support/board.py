@@ -7,7 +7,7 @@ import math
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from kerasdist.callbacks.scaling import summaries
+from kerasdist.callbacks import summaries
 
 
 class Board:

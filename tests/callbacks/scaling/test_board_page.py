@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from browser import chromium, need_browser, tensorboard, tensorboard_python, wait_for
-from kerasdist.callbacks.scaling import summaries
-from kerasdist.callbacks.scaling.bottleneck import judge, to_markdown
-from kerasdist.callbacks.scaling.summaries import PHASES, Summaries, combine
+from kerasdist.callbacks import summaries
+from kerasdist.callbacks.bottleneck import judge, to_markdown
+from kerasdist.callbacks.summaries import PHASES, Summaries, combine
 from kerasdist.strategies.measure.communication import StepTimes
 
 pytestmark = pytest.mark.timeout(170)

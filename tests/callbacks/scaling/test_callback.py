@@ -23,9 +23,8 @@ from tensorboard.util import tensor_util
 
 import kerasdist
 from board import Board, near, series, text
-from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.callbacks.scaling import summaries
-from kerasdist.callbacks.scaling.summaries import PHASES
+from kerasdist.callbacks import ScalingTensorBoard, summaries
+from kerasdist.callbacks.summaries import PHASES
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from groups import close_all, connect_all, in_threads
-from kerasdist.callbacks.scaling.summaries import PHASES, combine
+from kerasdist.callbacks.summaries import PHASES, combine
 from kerasdist.strategies.measure.communication import StepTimes, gather
 
 

@@ -20,7 +20,7 @@ from kerasdist._keras.protocols import (
     stage_clock_of,
     timer_of,
 )
-from kerasdist.callbacks.scaling.bottleneck import in_seconds
+from kerasdist.callbacks.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.strategies.calibration import Alone, measure_alone

@@ -27,16 +27,16 @@ import tensorflow as tf
 
 from kerasdist._keras.data.epoch_iterators import fits_arrays
 from kerasdist._keras.training.state import JobCallback
-from kerasdist.callbacks.scaling import bottleneck, summaries
-from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
-from kerasdist.callbacks.scaling.job_view import (
+from kerasdist.callbacks import bottleneck, summaries
+from kerasdist.callbacks.bottleneck import Verdict, judge
+from kerasdist.callbacks.job_view import (
     Baseline,
     ElasticView,
     Events,
     JobView,
     Windows,
 )
-from kerasdist.callbacks.scaling.summaries import Figures, Summaries, combine
+from kerasdist.callbacks.summaries import Figures, Summaries, combine
 from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport import log
@@ -79,7 +79,7 @@ class ScalingTensorBoard(JobCallback):
     Attributes:
         figures: The `summaries.Figures` of the whole `fit`, when it has
             ended; None before that, and on all workers but the chief.
-        verdict: The job's limit (`callbacks.scaling.bottleneck.Verdict`); likewise.
+        verdict: The job's limit (`callbacks.bottleneck.Verdict`); likewise.
 
     Raises:
         ValueError: An argument is wrong; or, when `fit` begins, on all workers:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from kerasdist.callbacks.scaling.summaries import Figures
+from kerasdist.callbacks.summaries import Figures
 from kerasdist.placement.plan import human_bytes
 
 # The report of a whole `fit`: its figures and verdict, as markdown and as text.
