@@ -263,7 +263,7 @@ class ScalingTensorBoard(JobCallback):
         steps = self._job.steps_taken()
         for change in new:
             self._steps = max(steps - 1, 0)
-            self._put({"job/workers": change.before})
+            self._put({"": {"job/workers": change.before}})
             self._steps = steps
             self._events.add(change.text)
             numbers = {
@@ -271,7 +271,7 @@ class ScalingTensorBoard(JobCallback):
                 "job/pause_seconds": change.seconds,
                 "job/goodput_percent": changes.goodput_percent(),
             }
-            self._put(numbers)
+            self._put({"": numbers})
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_end`."""
@@ -428,16 +428,16 @@ class ScalingTensorBoard(JobCallback):
         for lag, count in reads.items():
             self._staleness[lag] = self._staleness.get(lag, 0) + count
         self._steps = self._job.steps_taken()
-        numbers = (
-            {} if figures is None else summaries.scalars(figures, self._job.rate())
-        )
+        numbers: summaries.Scalars = {"": {}}
+        if figures is not None:
+            numbers = summaries.scalars(figures, self._job.rate())
         if self._changes is not None:
-            numbers["job/goodput_percent"] = self._changes.goodput_percent()
+            numbers[""]["job/goodput_percent"] = self._changes.goodput_percent()
         self._put(numbers, {summaries.STALENESS: reads} if reads else {})
 
     def _put(
         self,
-        numbers: Mapping[str, float],
+        numbers: summaries.Scalars,
         histograms: Mapping[str, Mapping[int, int]] | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> None:
@@ -446,7 +446,9 @@ class ScalingTensorBoard(JobCallback):
         words = dict(texts or {})
         if events := self._events.take():
             words[summaries.EVENTS] = events
-        if self._summaries is not None and (numbers or histograms or words):
+        if self._summaries is not None and (
+            any(numbers.values()) or histograms or words
+        ):
             self._summaries.write(self._steps, numbers, words, histograms)
             self._summaries.flush()
 
