@@ -15,7 +15,9 @@ large enough to be worth a change:
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from kerasdist.callbacks.summaries import Figures
 from kerasdist.placement.plan import human_bytes
@@ -79,50 +81,31 @@ def _by_rank(figures: Figures) -> str:
 
 
 def _table(figures: Figures) -> list[tuple[str, str]]:
-    rows = [
-        ("workers", str(figures.workers)),
-        ("global batch", f"{figures.global_batch:,.0f}"),
-        ("examples/s", f"{figures.examples_per_second:,.0f}{_by_rank(figures)}"),
-    ]
-    if figures.efficiency is not None:
-        rows.append(
-            (
-                "scaling efficiency",
-                f"{figures.efficiency:.0%} of {figures.workers * figures.devices} x "
-                f"{figures.baseline:,.0f} examples/s",
-            )
-        )
-    rows.append(("step", in_seconds(figures.step_seconds)))
-    if figures.slowest is not None:
-        rows.append(
-            (
-                "slowest worker",
-                f"rank {figures.slowest}, {in_seconds(figures.lag)} per step behind",
-            )
-        )
-    if figures.workers > 1:
-        link = "" if figures.link is None else f" of {human_bytes(figures.link)}/s"
-        rows.append(
-            (
-                "sent by a worker",
-                f"{human_bytes(figures.bytes_per_step)} per step, at "
-                f"{human_bytes(figures.bandwidth)}/s{link}",
-            )
-        )
-    elif figures.bytes_per_step:
-        rows.append(
-            ("moved between devices", f"{human_bytes(figures.bytes_per_step)} per step")
-        )
-    if figures.staleness:
-        reads = sum(figures.staleness.values())
-        mean = sum(lag * n for lag, n in figures.staleness.items()) / reads
-        rows.append(
-            ("staleness", f"mean {mean:.1f} steps, at most {max(figures.staleness)}")
-        )
-    if figures.idle:
-        idle = ", ".join(f"{share:.0%}" for share in figures.idle)
-        rows.append(("stages idle", idle))
-    return rows
+    """Return the figures that are known: their names, and values in words."""
+    f = figures
+    size = human_bytes(f.bytes_per_step)
+    sent = moved = ""
+    if f.workers > 1:
+        link = "" if f.link is None else f" of {human_bytes(f.link)}/s"
+        sent = f"{size} per step, at {human_bytes(f.bandwidth)}/s{link}"
+    elif f.bytes_per_step:
+        moved = f"{size} per step"
+    known = {
+        "workers": str(f.workers),
+        "global batch": f"{f.global_batch:,.0f}",
+        "examples/s": f"{f.examples_per_second:,.0f}{_by_rank(f)}",
+        "scaling efficiency": f.efficiency is not None
+        and f"{f.efficiency:.0%} of {f.alone} x {f.baseline:,.0f} examples/s",
+        "step": in_seconds(f.step_seconds),
+        "slowest worker": f.slowest is not None
+        and f"rank {f.slowest}, {in_seconds(f.lag)} per step behind",
+        "sent by a worker": sent,
+        "moved between devices": moved,
+        "staleness": f.mean_staleness is not None
+        and f"mean {f.mean_staleness:.1f} steps, at most {max(f.staleness)}",
+        "stages idle": ", ".join(f"{share:.0%}" for share in f.idle),
+    }
+    return [(name, value) for name, value in known.items() if value]
 
 
 # A limit that costs a smaller part of the step isn't worth a change.
@@ -132,14 +115,6 @@ _CALL_SECONDS = 0.001
 # From this part of the link's speed on the link is the limit, not latencies.
 _NEAR_LINK = 0.4
 _SCALES = 0.9
-_NAMES = {
-    "input": "input",
-    "compute": "compute",
-    "network": "the network",
-    "straggler": "a straggler",
-    "batch": "too small a batch",
-    "stages": "stages that wait for each other",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,32 +154,20 @@ def judge(figures: Figures) -> Verdict:
     limit = max(lost, key=lambda name: lost[name])
     if lost[limit] < LEAST:
         limit = "compute"
-    because = {
-        "straggler": _straggler,
-        "input": _input,
-        "network": _network,
-        "batch": _batch,
-        "stages": _stages,
-        "compute": _compute,
-    }[limit]
-    reasons, change = because(figures)
-    reasons += _efficiency(figures)
+    because, change = _say(limit, figures)
     others = [
-        name
+        f"{_NAMES[name]} ({lost[name]:.0%} of a step)"
         for name in sorted(lost, key=lambda name: -lost[name])
         if name != limit and lost[name] >= LEAST
     ]
     if others:
-        named = " and ".join(
-            f"{_NAMES[name]} ({lost[name]:.0%} of a step)" for name in others
-        )
-        reasons.append(f"The next largest: {named}.")
+        because.append(f"The next largest: {' and '.join(others)}.")
     headline = f"This job is limited by {_NAMES[limit]}"
     if limit == "straggler":
         headline += f": rank {figures.slowest}"
     elif limit in lost:
         headline += f": {lost[limit]:.0%} of each step is lost to it"
-    return Verdict(limit=limit, headline=headline + ".", because=reasons, change=change)
+    return Verdict(limit=limit, headline=f"{headline}.", because=because, change=change)
 
 
 def _lost(figures: Figures) -> dict[str, float]:
@@ -264,198 +227,195 @@ def _is_near_link(figures: Figures) -> bool:
     return figures.link is None or figures.bandwidth >= _NEAR_LINK * figures.link
 
 
-def _straggler(figures: Figures) -> tuple[list[str], list[str]]:
-    rank = figures.slowest
-    other = min(figures.busy.values())
-    busiest = figures.busy.get(-1 if rank is None else rank, 0.0)
-    what = {
-        "input": "waiting for its data",
-        "compute": "computing",
-        "pack": "packing its gradients",
-        "update": "updating its weights",
-        "outside": "between its steps (callbacks, Python)",
-    }[figures.slow_part]
-    reasons = [
-        f"Rank {rank} works {in_seconds(busiest)} of each step, the fastest worker "
-        f"{in_seconds(other)}. It lags {in_seconds(figures.lag)} behind the others, "
-        f"mostly while {what}.",
-        f"A worker waits {in_seconds(figures.phases['wait'])} in a step for others, "
-        f"{figures.share('wait'):.0%} of it.",
-    ]
-    if figures.slow_part == "input":
-        first = (
-            f"Look at how rank {rank} reads its data: its disk, its network, the "
-            "number of its cores"
-        )
-        first += (
-            ", its memory."
-            if figures.arrays
-            else "; `prefetch` and `map(..., num_parallel_calls=tf.data.AUTOTUNE)` "
-            "hide some of it."
-        )
-    elif figures.slow_part == "outside":
-        first = (
-            f"Look for work that only rank {rank} does after each batch: "
-            "a callback that writes, prints or evaluates. Let it do so once in an "
-            "epoch, or in a thread of its own."
-        )
-    else:
-        first = (
-            f"Look at rank {rank}'s machine: other processes there, its cores "
-            "(`kerasdist run` binds workers to cores of their own), heat, memory."
-        )
-    change = [first]
-    if figures.slow_part == "outside":
-        pass  # it isn't the machine
-    elif figures.in_step:
-        change.append(
-            "If that can't be corrected, leave that machine out, or use "
-            '`ParameterServerStrategy("async")`, where no worker waits for it.'
-        )
-    else:
-        change.append("A larger `max_staleness` lets the others run further ahead.")
-    return reasons, change
+# The limits in words.
+
+_NAMES = {
+    "input": "input",
+    "compute": "compute",
+    "network": "the network",
+    "straggler": "a straggler",
+    "batch": "too small a batch",
+    "stages": "stages that wait for each other",
+}
+# Of each limit the sentences that show it, "-", and the changes to make, "+", the most
+# important one first. Those with a condition in brackets are for the jobs that `_is`
+# says. The names in braces are those of `_words`.
+_SENTENCES = {
+    "straggler": """
+- Rank {rank} works {busiest} of each step, the fastest worker {fastest}. It lags {lag}
+  behind the others, mostly while {slow_while}.
+- A worker waits {wait} in a step for others, {wait_share:.0%} of it.
++ [slow to read arrays] Look at how rank {rank} reads its data: its disk, its network,
+  the number of its cores, its memory.
++ [slow to read datasets] Look at how rank {rank} reads its data: its disk, its network,
+  the number of its cores; `prefetch` and `map(...,
+  num_parallel_calls=tf.data.AUTOTUNE)` hide some of it.
++ [slow between steps] Look for work that only rank {rank} does after each batch: a
+  callback that writes, prints or evaluates. Let it do so once in an epoch, or in a
+  thread of its own.
++ [slow to compute] Look at rank {rank}'s machine: other processes there, its cores
+  (`kerasdist run` binds workers to cores of their own), heat, memory.
++ [slow in a common step] If that can't be corrected, leave that machine out, or use
+  `ParameterServerStrategy("async")`, where no worker waits for it.
++ [slow in its own step] A larger `max_staleness` lets the others run further ahead.
+""",
+    "input": """
+- A worker waits {input} in each step for its next batch, and computes {compute}.
++ [given arrays] Use a larger `batch_size`: the rows of each batch are taken out of the
+  arrays, which costs nearly the same for a few rows as for more.
++ [given arrays] Give `fit` arrays that are in memory, and of the dtype that the model
+  computes with: `numpy.memmap` and HDF5 are read from disk in each step.
++ [given datasets] Read ahead and in parallel: `dataset.map(f,
+  num_parallel_calls=tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` for data
+  that fit into memory; more `workers` of a `PyDataset`.
++ [given datasets] Let each worker read its own files only:
+  `options.experimental_distribute.auto_shard_policy =
+  tf.data.experimental.AutoShardPolicy.FILE`.
+""",
+    "network": """
+- {bytes} per step and worker take {traffic} that no computation hides.
+- [link unknown] They are sent at {bandwidth}/s, and the speed of the idle link wasn't
+  measured.
+- [link known] They are sent at {bandwidth}/s, of {link}/s that were measured on the
+  idle link.
++ Send less often: a larger `batch_size`, or `gradient_accumulation_steps` of the
+  optimizer, which exchanges once in as many steps.
++ [in step] Send less: `compression="bf16"` halves the bytes of float32 gradients.
++ [apart] More parameter servers (`--ps`) share the traffic; for large embeddings use
+  `SGD` or `Adagrad`, with which only updated rows are sent.
+""",
+    "batch": """
+- A step takes {step}, of which a worker computes {compute} on {samples:.0f} samples;
+  {fixed} are costs of a step that don't depend on the batch size.
+- [sent over a known link] It isn't the link: {bandwidth}/s of {link}/s are used while
+  workers communicate.
++ Use a larger `batch_size` (`kerasdist.callbacks.ScaleLearningRate` adapts the learning
+  rate).
++ [much Python] Take several steps at once, `model.compile(steps_per_execution=10)`, and
+  do less in your callbacks after each batch: {outside} of a step is spent in Python.
++ [several workers] Use fewer workers for a model this small.
+""",
+    "stages": """
+- Stages are busy in a part of each step: {stages}.
+- {unequal:.0%} of a step is lost because stage {slowest_stage} takes longest,
+  {bubble:.0%} because a pipeline has to fill and to drain.
++ [unequal stages] Move layers from stage {slowest_stage}, the slowest, to others, first
+  to stage {fastest_stage}: {even}
++ More micro-batches: twice as many nearly halve the pipeline's cost (with
+  `micro_batches={parts}` it's {refilled:.0%} of a step, if stages take equally long);
+  and a larger `batch_size`, if they get too small.
++ [unfilled pipeline] Move layers from stage {slowest_stage}, the slowest, to others,
+  first to stage {fastest_stage}: {even}
+""",
+    "compute": """
+- {computing:.0%} of each step is computing and updating.
+- [slower than alone] Each worker computes slower than one alone: workers share cores or
+  memory, or each one's part of a batch is small.
++ [slower than alone] Give each worker cores of its own (`kerasdist run` does so), at
+  most as many workers as there are cores to spare, or a larger `batch_size`.
++ More workers make it faster; so do faster devices, `mixed_precision`, or a smaller
+  model.
+""",
+}
+# Further ones that show each limit.
+_EFFICIENCY = """
+- [efficiency unknown] The scaling efficiency isn't known without the speed of one
+  {one}: give `baseline=` examples per second, or `calibrate=True`.
+- [efficiency known] {speed:,.0f} examples/s are {efficiency:.0%} of {times}the speed of
+  one {one} ({baseline:,.0f}).
+"""
+_SENTENCE = re.compile(r"^([-+]) (?:\[([^]]+)\] )?(.+(?:\n  .+)*)", re.MULTILINE)
+_EVEN = (
+    "`kerasdist.plan`, or `placement='auto'`, cuts a model into stages that take "
+    "equally long."
+)
+_WHILE = {
+    "input": "waiting for its data",
+    "compute": "computing",
+    "pack": "packing its gradients",
+    "update": "updating its weights",
+    "outside": "between its steps (callbacks, Python)",
+}
 
 
-def _input(figures: Figures) -> tuple[list[str], list[str]]:
-    reasons = [
-        f"A worker waits {in_seconds(figures.phases['input'])} in each step for its "
-        f"next batch, and computes {in_seconds(figures.phases['compute'])}."
-    ]
-    if figures.arrays:
-        return reasons, [
-            "Use a larger `batch_size`: the rows of each batch are taken out of the "
-            "arrays, which costs nearly the same for a few rows as for more.",
-            "Give `fit` arrays that are in memory, and of the dtype that the model "
-            "computes with: `numpy.memmap` and HDF5 are read from disk in each step.",
-        ]
-    return reasons, [
-        "Read ahead and in parallel: `dataset.map(f, num_parallel_calls="
-        "tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` for data that fit "
-        "into memory; more `workers` of a `PyDataset`.",
-        "Let each worker read its own files only: "
-        "`options.experimental_distribute.auto_shard_policy = "
-        "tf.data.experimental.AutoShardPolicy.FILE`.",
-    ]
+def _say(limit: str, figures: Figures) -> tuple[list[str], list[str]]:
+    """Return the sentences that show a limit, and those on what to change."""
+    said: dict[str, list[str]] = {"-": [], "+": []}
+    words, fits = _words(figures), _is(figures)
+    for kind, condition, text in _SENTENCE.findall(_SENTENCES[limit] + _EFFICIENCY):
+        if not condition or fits[condition]:
+            said[kind].append(" ".join(text.split()).format(**words))
+    return said["-"], said["+"]
 
 
-def _network(figures: Figures) -> tuple[list[str], list[str]]:
-    traffic = figures.phases["pack"] + figures.phases["communicate"]
-    link = "and the speed of the idle link wasn't measured"
-    if figures.link is not None:
-        link = f"of {human_bytes(figures.link)}/s that were measured on the idle link"
-    reasons = [
-        f"{human_bytes(figures.bytes_per_step)} per step and worker take "
-        f"{in_seconds(traffic)} that no computation hides.",
-        f"They are sent at {human_bytes(figures.bandwidth)}/s, {link}.",
-    ]
-    change = [
-        "Send less often: a larger `batch_size`, or `gradient_accumulation_steps` of "
-        "the optimizer, which exchanges once in as many steps.",
-        'Send less: `compression="bf16"` halves the bytes of float32 gradients.',
-    ]
-    if not figures.in_step:
-        change[1] = (
-            "More parameter servers (`--ps`) share the traffic; for large embeddings "
-            "use `SGD` or `Adagrad`, with which only updated rows are sent."
-        )
-    return reasons, change
+def _is(figures: Figures) -> dict[str, bool]:
+    """Return which conditions of sentences a job meets."""
+    f = figures
+    reads, between = f.slow_part == "input", f.slow_part == "outside"
+    unequal, bubble = _waits(f)
+    return {
+        "slow to read arrays": reads and f.arrays,
+        "slow to read datasets": reads and not f.arrays,
+        "slow between steps": between,
+        "slow to compute": not reads and not between,
+        # Work between steps isn't the machine's.
+        "slow in a common step": not between and f.in_step,
+        "slow in its own step": not between and not f.in_step,
+        "given arrays": f.arrays,
+        "given datasets": not f.arrays,
+        "link unknown": f.link is None,
+        "link known": f.link is not None,
+        "sent over a known link": bool(f.bandwidth and f.link),
+        "in step": f.in_step,
+        "apart": not f.in_step,
+        "much Python": f.share("outside") >= LEAST,
+        "several workers": f.workers > 1,
+        "unequal stages": unequal >= bubble,
+        "unfilled pipeline": unequal < bubble,
+        "slower than alone": f.workers > 1
+        and f.efficiency is not None
+        and f.efficiency < _SCALES,
+        "efficiency unknown": f.efficiency is None and f.alone > 1,
+        "efficiency known": f.efficiency is not None,
+    }
 
 
-def _batch(figures: Figures) -> tuple[list[str], list[str]]:
-    fixed = sum(
-        figures.phases[phase] for phase in ("pack", "communicate", "wait", "outside")
-    )
-    samples = figures.global_batch / (figures.workers if figures.in_step else 1)
-    reasons = [
-        f"A step takes {in_seconds(figures.step_seconds)}, of which a worker computes "
-        f"{in_seconds(figures.phases['compute'])} on {samples:.0f} samples; "
-        f"{in_seconds(fixed)} are costs of a step that don't depend on the batch size."
-    ]
-    if figures.bandwidth and figures.link:
-        reasons.append(
-            f"It isn't the link: {human_bytes(figures.bandwidth)}/s of "
-            f"{human_bytes(figures.link)}/s are used while workers communicate."
-        )
-    change = [
-        "Use a larger `batch_size` (`kerasdist.callbacks.ScaleLearningRate` adapts the "
-        "learning rate)."
-    ]
-    if figures.share("outside") >= LEAST:
-        change.append(
-            "Take several steps at once, `model.compile(steps_per_execution=10)`, and "
-            "do less in your callbacks after each batch: "
-            f"{in_seconds(figures.phases['outside'])} of a step is spent in Python."
-        )
-    if figures.workers > 1:
-        change.append("Use fewer workers for a model this small.")
-    return reasons, change
-
-
-def _stages(figures: Figures) -> tuple[list[str], list[str]]:
-    busy = [1 - share for share in figures.idle]
-    slowest = max(range(len(busy)), key=lambda stage: busy[stage])
-    fastest = min(range(len(busy)), key=lambda stage: busy[stage])
-    unequal, bubble = _waits(figures)
-    each = ", ".join(f"stage {stage} {share:.0%}" for stage, share in enumerate(busy))
-    count = len(busy)
-    reasons = [
-        f"Stages are busy in a part of each step: {each}.",
-        f"{unequal:.0%} of a step is lost because stage {slowest} takes longest, "
-        f"{bubble:.0%} because a pipeline has to fill and to drain.",
-    ]
-    balance = (
-        f"Move layers from stage {slowest}, the slowest, to others, first to stage "
-        f"{fastest}: `kerasdist.plan`, or `placement='auto'`, cuts a model into stages "
-        "that take equally long."
-    )
-    fill = (
-        "More micro-batches: twice as many nearly halve the pipeline's cost (with "
-        f"`micro_batches={4 * count}` it's {(count - 1) / (5 * count - 1):.0%} of a "
-        "step, if stages take equally long); and a larger `batch_size`, if they get "
-        "too small."
-    )
-    return reasons, [balance, fill] if unequal >= bubble else [fill, balance]
-
-
-def _compute(figures: Figures) -> tuple[list[str], list[str]]:
-    busy = figures.share("compute", "update")
-    reasons = [f"{busy:.0%} of each step is computing and updating."]
-    change = [
-        "More workers make it faster; so do faster devices, `mixed_precision`, or a "
-        "smaller model."
-    ]
-    efficiency = figures.efficiency
-    if efficiency is not None and efficiency < _SCALES and figures.workers > 1:
-        reasons.append(
-            "Each worker computes slower than one alone: workers share cores or "
-            "memory, or each one's part of a batch is small."
-        )
-        change.insert(
-            0,
-            "Give each worker cores of its own (`kerasdist run` does so), at most as "
-            "many workers as there are cores to spare, or a larger `batch_size`.",
-        )
-    return reasons, change
-
-
-def _efficiency(figures: Figures) -> list[str]:
-    efficiency = figures.efficiency
-    if efficiency is None:
-        if figures.workers * figures.devices == 1:
-            return []
-        return [
-            "The scaling efficiency isn't known without the speed of one "
-            f"{'worker' if figures.devices == 1 else 'device'}: give `baseline=` "
-            "examples per second, or `calibrate=True`."
-        ]
-    count = figures.workers * figures.devices
-    return [
-        f"{figures.examples_per_second:,.0f} examples/s are {efficiency:.0%} of "
-        f"{f'{count} times ' if count > 1 else ''}the speed of one "
-        f"{'worker' if figures.devices == 1 else 'device'} "
-        f"({figures.baseline:,.0f})."
-    ]
+def _words(figures: Figures) -> dict[str, Any]:
+    """Return what sentences name: times and sizes with units, and numbers."""
+    f, parts = figures, figures.phases
+    fixed = ("pack", "communicate", "wait", "outside")
+    stages = [1 - share for share in f.idle] or [0.0]
+    unequal, bubble = _waits(f)
+    return {
+        **{phase: in_seconds(seconds) for phase, seconds in parts.items()},
+        "step": in_seconds(f.step_seconds),
+        "traffic": in_seconds(parts["pack"] + parts["communicate"]),
+        "fixed": in_seconds(sum(parts[phase] for phase in fixed)),
+        "wait_share": f.share("wait"),
+        "computing": f.share("compute", "update"),
+        "samples": f.global_batch / (f.workers if f.in_step else 1),
+        "bytes": human_bytes(f.bytes_per_step),
+        "bandwidth": human_bytes(f.bandwidth),
+        "link": human_bytes(f.link or 0.0),
+        "rank": f.slowest,
+        "lag": in_seconds(f.lag),
+        "busiest": in_seconds(0.0 if f.slowest is None else f.busy[f.slowest]),
+        "fastest": in_seconds(min(f.busy.values())),
+        "slow_while": _WHILE.get(f.slow_part, ""),
+        "stages": ", ".join(f"stage {n} {share:.0%}" for n, share in enumerate(stages)),
+        "unequal": unequal,
+        "bubble": bubble,
+        "slowest_stage": stages.index(max(stages)),
+        "fastest_stage": stages.index(min(stages)),
+        "even": _EVEN,
+        "parts": 4 * len(stages),
+        "refilled": (len(stages) - 1) / (5 * len(stages) - 1),
+        "speed": f.examples_per_second,
+        "efficiency": f.efficiency,
+        "times": f"{f.alone} times " if f.alone > 1 else "",
+        "one": "worker" if f.devices == 1 else "device",
+        "baseline": f.baseline,
+    }
 
 
 def in_seconds(seconds: float) -> str:

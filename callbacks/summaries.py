@@ -83,6 +83,11 @@ class Figures:
     idle: Sequence[float] = ()
 
     @property
+    def alone(self) -> int:
+        """The number of workers, or of their devices, that the baseline is one of."""
+        return self.workers * self.devices
+
+    @property
     def efficiency(self) -> float | None:
         """Examples per second divided by those of as many workers alone, or None.
 
