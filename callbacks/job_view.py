@@ -1,21 +1,25 @@
-"""A view of a job: its model's strategy and optimizer, as the callback reads them."""
+"""A view of a job, as callbacks read it: windows, changes, events, a baseline."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from kerasdist import _keras, _tf, errors
 from kerasdist._keras.learning_rate import leaves_of, steps_of
 from kerasdist._keras.protocols import (
     ElasticHooks,
-    dynamic_hooks,
     hooks_of,
     stage_clock_of,
     timer_of,
@@ -23,107 +27,12 @@ from kerasdist._keras.protocols import (
 from kerasdist.callbacks.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.elastic.communicator import MembershipChange
-from kerasdist.strategies.calibration import Alone, measure_alone
-from kerasdist.strategies.measure.communication import StepTimes
-from kerasdist.strategies.measure.stages import StageTimes
+from kerasdist.strategies.data.batch_split import slice_dataset
+from kerasdist.strategies.measure.communication import StepTimes, gather
+from kerasdist.strategies.measure.stages import StageClock, StageTimes
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
-
-# The baseline of scaling: the examples per second of one worker.
-
-
-class Baseline:
-    """The baseline of one `fit`: given, or measured in it.
-
-    Args:
-        given: Examples per second, or None.
-        calibrate: Whether to measure it.
-
-    Attributes:
-        missing: Whether it's still to be measured.
-    """
-
-    def __init__(self, given: float | None, calibrate: bool) -> None:
-        self._given = given
-        self._calibrate = calibrate
-        self._alone: Alone | None = None
-        self.missing = calibrate
-
-    @staticmethod
-    def faults(given: Any, calibrate: Any) -> list[str]:
-        """Return the faults of a user's arguments."""
-        found = []
-        if given is not None and not (
-            isinstance(given, Real)
-            and not isinstance(given, bool)
-            and 0 < float(given) < math.inf
-        ):
-            found.append(
-                "`baseline` must be a positive number of examples per second. "
-                f"Received: baseline={given!r}."
-            )
-        if not isinstance(calibrate, bool):
-            found.append(
-                f"`calibrate` must be True or False. Received: calibrate={calibrate!r}."
-            )
-        elif given is not None and calibrate:
-            found.append(
-                "`baseline` is given, or measured with `calibrate`, but not both. "
-                f"Received: baseline={given!r}, calibrate={calibrate!r}."
-            )
-        return found
-
-    def agree(self, communicator: Communicator) -> None:
-        """Take over from the chief whether it's missing: others may have joined later.
-
-        All workers call it; all of them were given `calibrate`.
-        """
-        if self._calibrate:
-            (missing,) = communicator.broadcast([np.int64(self.missing)])
-            self.missing = bool(missing)
-
-    def state(self) -> list[Any]:
-        """Return, as JSON, whether it's missing, and what was measured."""
-        alone = self._alone
-        return [self.missing, None if alone is None else dataclasses.asdict(alone)]
-
-    def adopt(self, state: list[Any]) -> None:
-        """Take over another worker's state."""
-        self.missing, alone = state
-        self._alone = None if alone is None else Alone(**alone)
-
-    def measure(self, model: Any) -> str:
-        """Measure it; all workers call it, in a `fit` that has taken a measured step.
-
-        Returns:
-            The result, in words.
-        """
-        self.missing = False
-        found = measure_alone(model)
-        if isinstance(found, str):
-            return (
-                f"The speed of one worker can't be measured here ({found}): give "
-                "`baseline=`."
-            )
-        self._alone = found
-        unit = "worker alone" if found.worker else "device with the whole model"
-        return (
-            f"One {unit} takes {in_seconds(found.seconds)} for a step on "
-            f"{found.rows:,} samples, all zeros."
-        )
-
-    def speed(self, times: Sequence[StepTimes]) -> float | None:
-        """Return the examples per second of one worker; None if they aren't known.
-
-        Args:
-            times: The measurements of all workers. The time between two steps is added
-                to the baseline: one worker would need it, too.
-        """
-        steps = sum(one.steps for one in times)
-        if self._alone is None or not steps:
-            return self._given
-        outside = sum(one.outside for one in times) / steps
-        return self._alone.rows / (self._alone.seconds + outside)
-
+from kerasdist.strategies.placed.one_device import on_one_device
+from kerasdist.strategies.sync.data import SharingExtended
 
 # The lengths of windows of steps, in calls, which all workers know.
 #
@@ -235,9 +144,8 @@ class ElasticView:
     def of(cls, model: Any, clock: Any) -> ElasticView | None:
         """Return the view for a model; None if its workers stay the same."""
         hooks = hooks_of(model.distribute_strategy)
-        if hooks is None or hooks.elastic is None:
-            return None
-        return cls(hooks.elastic, clock)
+        elastic = None if hooks is None else hooks.elastic
+        return None if elastic is None else cls(elastic, clock)
 
     @property
     def has_changed(self) -> bool:
@@ -330,44 +238,46 @@ class JobView:
     """One model's job, as this worker sees it.
 
     Args:
-        model: Compiled, with a strategy of kerasdist.
+        model: Compiled.
 
     Attributes:
-        clock: Measures this worker's steps, see `strategies.measure.step_clock`.
-        communicator: Between the workers.
+        hooks: The hooks of its strategy; None if the job is one worker, whose strategy
+            places layers, or isn't one of kerasdist's.
+        clock: Measures this worker's steps, see `strategies.measure.step_clock`; None
+            without a strategy of kerasdist.
+        stage_clock: Measures the stages of a placement; None without one.
         in_step: Whether all workers take each step together.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._strategy = model.distribute_strategy
-        clock: Any = timer_of(self._strategy)
-        self.clock = clock
-        self.communicator: Communicator = clock.communicator
-        self.in_step = dynamic_hooks(self._strategy) is None
-        self._stage_clock = stage_clock_of(self._strategy)
-        self._is_one_model = hooks_of(self._strategy) is None
-        self._reads: dict[int, int] = {}
+        self.hooks = hooks_of(self._strategy)
+        self.clock: Any = timer_of(self._strategy)
+        self.stage_clock: StageClock | None = stage_clock_of(self._strategy)
+        self.in_step = self.hooks is None or not self.hooks.dynamic
+        self._reads: Counter[int] = Counter()
 
-    @staticmethod
-    def is_measured(model: Any) -> bool:
-        """Return whether a model's strategy is one of kerasdist's."""
-        return timer_of(model.distribute_strategy) is not None
+    @property
+    def communicator(self) -> Communicator:
+        """Between the workers."""
+        communicator: Communicator = self.clock.communicator
+        return communicator
 
     @property
     def is_chief(self) -> bool:
         """Whether this worker writes the files."""
-        return bool(self.clock.rank == 0)
+        return self.clock is None or self.clock.rank == 0
 
     @property
     def steps_per_call(self) -> int:
         """The number of steps in one execution of a graph."""
-        return int(self._model.steps_per_execution)
+        return int(getattr(self._model, "steps_per_execution", 1) or 1)
 
     @property
     def devices(self) -> int:
         """The number of devices that hold a single worker's model."""
-        return len(self._strategy.devices) if self._is_one_model else 1
+        return len(self._strategy.devices) if self.hooks is None else 1
 
     def between_devices(self) -> float:
         """Return the bytes that a single worker's step moves between devices."""
@@ -378,22 +288,20 @@ class JobView:
 
     def take_stages(self) -> StageTimes | None:
         """Return the times of this worker's stages since the last call."""
-        return None if self._stage_clock is None else self._stage_clock.take()
+        return None if self.stage_clock is None else self.stage_clock.take()
 
-    def take_reads(self) -> list[float]:
-        """Return this worker's reads of weights since the last call.
+    def take_reads(self) -> Counter[int]:
+        """Return the number of this worker's reads of weights since the last call.
 
-        Returns:
-            64 counts of reads, by the number of steps that they lagged; the last one
-            includes all that lagged more. Empty where reads aren't counted.
+        By the number of steps that they lagged, where more than 63 count as 63.
         """
         has_servers = isinstance(self._strategy, ParameterServerStrategy)
-        now = self._strategy.staleness if has_servers else {}
-        before, self._reads = self._reads, dict(now)
-        counts = [0.0] * (_STALEST + 1)
-        for lag, count in self._reads.items():
-            counts[min(lag, _STALEST)] += count - before.get(lag, 0)
-        return counts if now else []
+        now = Counter(self._strategy.staleness if has_servers else {})
+        new, self._reads = now - self._reads, now
+        found: Counter[int] = Counter()
+        for lag, count in new.items():
+            found[min(lag, _STALEST)] += count
+        return found
 
     def happened(self) -> list[Any]:
         """Return the strategy's events: workers lost, and the like."""
@@ -415,3 +323,250 @@ class JobView:
             return float(keras.ops.convert_to_numpy(rate))
         except (AttributeError, TypeError, ValueError):
             return None
+
+
+# The speed of a single worker, with which the scaling of several is compared.
+#
+# Its steps are real ones, optimizer included, on a whole global batch of zeros, which
+# are available at once. Afterwards everything is as before. The others wait meanwhile,
+# from one of its calls to the next:
+#
+#     chief    trace, warm up │ call │ call │ ... │ restore │ result
+#     others   wait           │ wait │ wait │ ... │ wait    │ result
+#
+# so that no wait is longer than a call, however many calls there are.
+#
+# If one model is on several devices of a single worker, one device takes the steps with
+# the whole model (`strategies.placed.one_device`).
+
+_WARM_UP = 2  # calls, the first of which traces
+SECONDS = 1.0
+_MOST = 100  # calls
+# The chief's messages after each call; any other value is the seconds of a step.
+_GOES_ON, _FAILED = -1.0, 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alone:
+    """The speed of a single worker.
+
+    Attributes:
+        rows: Samples of a step: those of a global batch.
+        seconds: Seconds of a step, without reading data and without the time between
+            two steps.
+        worker: Whether it's one worker, with all of its devices; else it's one device
+            of a single worker that has several.
+    """
+
+    rows: int
+    seconds: float
+    worker: bool
+
+
+def measure_alone(model: Any) -> Alone | str:
+    """Let the chief take steps by itself; all workers call it together.
+
+    Args:
+        model: A model in `fit`, which has taken a measured step.
+
+    Returns:
+        The result, the same on all workers. Or a text that explains why there is none:
+        batches contain other values than plain tensors, or a step on zeros fails, for
+        example because there is too little memory. The model is unchanged in any case.
+
+    Raises:
+        CollectiveError: See `kerasdist.errors`; the model is unchanged.
+    """
+    job = JobView(model)
+    clock, communicator = job.clock, job.communicator
+    every = gather(communicator, clock.rows_per_step)
+    # Asynchronous workers have whole batches each.
+    rows = round(sum(every) if job.hooks is not None and job.in_step else every[0])
+
+    def send(value: float) -> float:
+        """Send a value from the chief to all."""
+        (seconds,) = communicator.broadcast([np.float64(value)])
+        return float(seconds)
+
+    with clock.stopped():
+        if clock.rank > 0:
+            while (seconds := send(_FAILED)) == _GOES_ON:
+                pass
+            reason = "see the chief"
+        else:
+            found, reason = 0.0, ""
+            try:
+                if not rows or not _is_plain(clock.batch):
+                    reason = "batches aren't made of plain tensors"
+                else:
+                    found = _measure(model, clock.batch, rows, lambda: send(_GOES_ON))
+            except errors.KerasDistError:
+                raise
+            except Exception as error:
+                # A measurement must not end the job that it measures.
+                reason = f"a step on zeros fails: {type(error).__name__}: {error}"
+            # Frees the graph, and copies of variables, which refer to each other.
+            gc.collect()
+            seconds = send(found)
+    if seconds <= 0:
+        return reason
+    return Alone(rows=rows, seconds=seconds, worker=_has_workers(model))
+
+
+def _is_plain(batch: Any) -> bool:
+    parts = tf.nest.flatten(batch)
+    return bool(parts) and all(
+        part is None or isinstance(part, tf.TensorSpec) for part in parts
+    )
+
+
+def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -> float:
+    """Return the seconds of a step of this worker alone."""
+
+    def zeros(spec: Any) -> Any:
+        if spec is None:
+            return None
+        shape = [rows, *(1 if size is None else size for size in spec.shape[1:])]
+        return tf.zeros(shape[: spec.shape.rank], spec.dtype)
+
+    with tf.device(_tf.canonical_device("CPU:0")):
+        data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
+    without_peers = _one_worker if _has_workers(model) else on_one_device
+    with without_peers(model):
+        batches = iter(_distributed(model.distribute_strategy, data.repeat()))
+        function = _keras.new_train_function(model)
+        calls, seconds = -_WARM_UP, 0.0
+        while calls < _MOST and seconds < SECONDS:
+            begin = time.perf_counter()
+            for value in tf.nest.flatten(function(batches)):
+                np.asarray(value)  # on a GPU it's over then, and not before
+            calls += 1
+            if calls > 0:
+                seconds += time.perf_counter() - begin
+            after_call()
+    return seconds / (calls * int(model.steps_per_execution))
+
+
+def _has_workers(model: Any) -> bool:
+    """Return whether the job may have several workers, or else several devices."""
+    return isinstance(model.distribute_strategy.extended, SharingExtended)
+
+
+@contextlib.contextmanager
+def _one_worker(model: Any) -> Iterator[None]:
+    """Run the block on this worker alone, and restore its state afterwards."""
+    strategy = model.distribute_strategy
+    kept = [
+        (part, part.numpy())
+        for variable in _keras.whole_state(model)
+        for part in strategy.experimental_local_results(variable)
+    ]
+    try:
+        with strategy.extended.workers.without_peers():
+            yield
+    finally:
+        for part, value in kept:
+            part.assign(value)
+
+
+def _distributed(strategy: Any, data: Any) -> Any:
+    """Distribute whole batches to the steps of a single worker."""
+    extended = strategy.extended
+    if not isinstance(extended, SharingExtended):
+        return strategy.experimental_distribute_dataset(data)
+    if not extended.workers.is_alone:
+        data = slice_dataset(data, *extended.workers.layout)
+    return extended.distribute_parts(data)
+
+
+class Baseline:
+    """The baseline of one `fit`: given, or measured in it.
+
+    Args:
+        given: Examples per second, or None.
+        calibrate: Whether to measure it.
+
+    Attributes:
+        missing: Whether it's still to be measured.
+    """
+
+    def __init__(self, given: float | None, calibrate: bool) -> None:
+        self._given = given
+        self._calibrate = calibrate
+        self._alone: Alone | None = None
+        self.missing = calibrate
+
+    @staticmethod
+    def faults(given: Any, calibrate: Any) -> list[str]:
+        """Return the faults of a user's arguments."""
+        found = []
+        if given is not None and not (
+            isinstance(given, Real)
+            and not isinstance(given, bool)
+            and 0 < float(given) < math.inf
+        ):
+            found.append(
+                "`baseline` must be a positive number of examples per second. "
+                f"Received: baseline={given!r}."
+            )
+        if not isinstance(calibrate, bool):
+            found.append(
+                f"`calibrate` must be True or False. Received: calibrate={calibrate!r}."
+            )
+        elif given is not None and calibrate:
+            found.append(
+                "`baseline` is given, or measured with `calibrate`, but not both. "
+                f"Received: baseline={given!r}, calibrate={calibrate!r}."
+            )
+        return found
+
+    def agree(self, communicator: Communicator) -> None:
+        """Take over from the chief whether it's missing: others may have joined later.
+
+        All workers call it; all of them were given `calibrate`.
+        """
+        if self._calibrate:
+            (missing,) = communicator.broadcast([np.int64(self.missing)])
+            self.missing = bool(missing)
+
+    def state(self) -> list[Any]:
+        """Return, as JSON, whether it's missing, and what was measured."""
+        return [self.missing, self._alone and vars(self._alone)]
+
+    def adopt(self, state: list[Any]) -> None:
+        """Take over another worker's state."""
+        self.missing, alone = state
+        self._alone = alone and Alone(**alone)
+
+    def measure(self, model: Any) -> str:
+        """Measure it; all workers call it, in a `fit` that has taken a measured step.
+
+        Returns:
+            The result, in words.
+        """
+        self.missing = False
+        found = measure_alone(model)
+        if isinstance(found, str):
+            return (
+                f"The speed of one worker can't be measured here ({found}): give "
+                "`baseline=`."
+            )
+        self._alone = found
+        unit = "worker alone" if found.worker else "device with the whole model"
+        return (
+            f"One {unit} takes {in_seconds(found.seconds)} for a step on "
+            f"{found.rows:,} samples, all zeros."
+        )
+
+    def speed(self, times: Sequence[StepTimes]) -> float | None:
+        """Return the examples per second of one worker; None if they aren't known.
+
+        Args:
+            times: The measurements of all workers. The time between two steps is added
+                to the baseline: one worker would need it, too.
+        """
+        steps = sum(one.steps for one in times)
+        if self._alone is None or not steps:
+            return self._given
+        outside = sum(one.outside for one in times) / steps
+        return self._alone.rows / (self._alone.seconds + outside)
