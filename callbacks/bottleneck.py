@@ -184,7 +184,8 @@ def _lost(figures: Figures) -> dict[str, float]:
     # figures that is a part of waiting for the first batch.
     calling = min(figures.phases["input"], _CALL_SECONDS) / step
     small = figures.share("outside") + calling
-    if _is_near_link(figures):
+    speed, link = figures.bandwidth, figures.link
+    if speed and (link is None or speed >= _NEAR_LINK * link):
         network = traffic
     else:
         network, small = 0.0, small + traffic
@@ -221,12 +222,6 @@ def _waits(figures: Figures) -> tuple[float, float]:
     return max(busy) - mean, max(computing - max(busy), 0.0)
 
 
-def _is_near_link(figures: Figures) -> bool:
-    if not figures.bandwidth:
-        return False
-    return figures.link is None or figures.bandwidth >= _NEAR_LINK * figures.link
-
-
 # The limits in words.
 
 _NAMES = {
@@ -245,11 +240,8 @@ _SENTENCES = {
 - Rank {rank} works {busiest} of each step, the fastest worker {fastest}. It lags {lag}
   behind the others, mostly while {slow_while}.
 - A worker waits {wait} in a step for others, {wait_share:.0%} of it.
-+ [slow to read arrays] Look at how rank {rank} reads its data: its disk, its network,
-  the number of its cores, its memory.
-+ [slow to read datasets] Look at how rank {rank} reads its data: its disk, its network,
-  the number of its cores; `prefetch` and `map(...,
-  num_parallel_calls=tf.data.AUTOTUNE)` hide some of it.
++ [slow to read] Look at how rank {rank} reads its data: its disk, its network, the
+  number of its cores{own_data}
 + [slow between steps] Look for work that only rank {rank} does after each batch: a
   callback that writes, prints or evaluates. Let it do so once in an epoch, or in a
   thread of its own.
@@ -299,13 +291,12 @@ _SENTENCES = {
 - Stages are busy in a part of each step: {stages}.
 - {unequal:.0%} of a step is lost because stage {slowest_stage} takes longest,
   {bubble:.0%} because a pipeline has to fill and to drain.
-+ [unequal stages] Move layers from stage {slowest_stage}, the slowest, to others, first
-  to stage {fastest_stage}: {even}
++ Move layers from stage {slowest_stage}, the slowest, to others, first to stage
+  {fastest_stage}: `kerasdist.plan`, or `placement='auto'`, cuts a model into stages
+  that take equally long.
 + More micro-batches: twice as many nearly halve the pipeline's cost (with
   `micro_batches={parts}` it's {refilled:.0%} of a step, if stages take equally long);
   and a larger `batch_size`, if they get too small.
-+ [unfilled pipeline] Move layers from stage {slowest_stage}, the slowest, to others,
-  first to stage {fastest_stage}: {even}
 """,
     "compute": """
 - {computing:.0%} of each step is computing and updating.
@@ -325,9 +316,8 @@ _EFFICIENCY = """
   one {one} ({baseline:,.0f}).
 """
 _SENTENCE = re.compile(r"^([-+]) (?:\[([^]]+)\] )?(.+(?:\n  .+)*)", re.MULTILINE)
-_EVEN = (
-    "`kerasdist.plan`, or `placement='auto'`, cuts a model into stages that take "
-    "equally long."
+_HIDES = (
+    "; `prefetch` and `map(..., num_parallel_calls=tf.data.AUTOTUNE)` hide some of it."
 )
 _WHILE = {
     "input": "waiting for its data",
@@ -345,6 +335,8 @@ def _say(limit: str, figures: Figures) -> tuple[list[str], list[str]]:
     for kind, condition, text in _SENTENCE.findall(_SENTENCES[limit] + _EFFICIENCY):
         if not condition or fits[condition]:
             said[kind].append(" ".join(text.split()).format(**words))
+    if limit == "stages" and words["unequal"] < words["bubble"]:
+        said["+"].reverse()  # the change for what costs most is the first
     return said["-"], said["+"]
 
 
@@ -352,10 +344,8 @@ def _is(figures: Figures) -> dict[str, bool]:
     """Return which conditions of sentences a job meets."""
     f = figures
     reads, between = f.slow_part == "input", f.slow_part == "outside"
-    unequal, bubble = _waits(f)
     return {
-        "slow to read arrays": reads and f.arrays,
-        "slow to read datasets": reads and not f.arrays,
+        "slow to read": reads,
         "slow between steps": between,
         "slow to compute": not reads and not between,
         # Work between steps isn't the machine's.
@@ -370,8 +360,6 @@ def _is(figures: Figures) -> dict[str, bool]:
         "apart": not f.in_step,
         "much Python": f.share("outside") >= LEAST,
         "several workers": f.workers > 1,
-        "unequal stages": unequal >= bubble,
-        "unfilled pipeline": unequal < bubble,
         "slower than alone": f.workers > 1
         and f.efficiency is not None
         and f.efficiency < _SCALES,
@@ -402,12 +390,12 @@ def _words(figures: Figures) -> dict[str, Any]:
         "busiest": in_seconds(0.0 if f.slowest is None else f.busy[f.slowest]),
         "fastest": in_seconds(min(f.busy.values())),
         "slow_while": _WHILE.get(f.slow_part, ""),
+        "own_data": ", its memory." if f.arrays else _HIDES,
         "stages": ", ".join(f"stage {n} {share:.0%}" for n, share in enumerate(stages)),
         "unequal": unequal,
         "bubble": bubble,
         "slowest_stage": stages.index(max(stages)),
         "fastest_stage": stages.index(min(stages)),
-        "even": _EVEN,
         "parts": 4 * len(stages),
         "refilled": (len(stages) - 1) / (5 * len(stages) - 1),
         "speed": f.examples_per_second,

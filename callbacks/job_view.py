@@ -18,12 +18,7 @@ import tensorflow as tf
 
 from kerasdist import _keras, _tf, errors
 from kerasdist._keras.learning_rate import leaves_of, steps_of
-from kerasdist._keras.protocols import (
-    ElasticHooks,
-    hooks_of,
-    stage_clock_of,
-    timer_of,
-)
+from kerasdist._keras.protocols import ElasticHooks, hooks_of, stage_clock_of, timer_of
 from kerasdist.callbacks.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.elastic.communicator import MembershipChange
@@ -140,13 +135,6 @@ class ElasticView:
         self._epoch = elastic.epoch
         self._seen = len(elastic.changes)
 
-    @classmethod
-    def of(cls, model: Any, clock: Any) -> ElasticView | None:
-        """Return the view for a model; None if its workers stay the same."""
-        hooks = hooks_of(model.distribute_strategy)
-        elastic = None if hooks is None else hooks.elastic
-        return None if elastic is None else cls(elastic, clock)
-
     @property
     def has_changed(self) -> bool:
         """Whether the workers have changed since `take`; alike on all of them."""
@@ -245,6 +233,7 @@ class JobView:
             places layers, or isn't one of kerasdist's.
         clock: Measures this worker's steps, see `strategies.measure.step_clock`; None
             without a strategy of kerasdist.
+        communicator: Between the workers; None likewise.
         stage_clock: Measures the stages of a placement; None without one.
         in_step: Whether all workers take each step together.
     """
@@ -253,16 +242,12 @@ class JobView:
         self._model = model
         self._strategy = model.distribute_strategy
         self.hooks = hooks_of(self._strategy)
-        self.clock: Any = timer_of(self._strategy)
+        clock: Any = timer_of(self._strategy)
+        self.clock = clock
+        self.communicator: Communicator = clock and clock.communicator
         self.stage_clock: StageClock | None = stage_clock_of(self._strategy)
         self.in_step = self.hooks is None or not self.hooks.dynamic
         self._reads: Counter[int] = Counter()
-
-    @property
-    def communicator(self) -> Communicator:
-        """Between the workers."""
-        communicator: Communicator = self.clock.communicator
-        return communicator
 
     @property
     def is_chief(self) -> bool:
@@ -296,18 +281,16 @@ class JobView:
         By the number of steps that they lagged, where more than 63 count as 63.
         """
         has_servers = isinstance(self._strategy, ParameterServerStrategy)
-        now = Counter(self._strategy.staleness if has_servers else {})
+        now: Counter[int] = Counter()
+        for lag, count in (self._strategy.staleness if has_servers else {}).items():
+            now[min(lag, _STALEST)] += count
         new, self._reads = now - self._reads, now
-        found: Counter[int] = Counter()
-        for lag, count in new.items():
-            found[min(lag, _STALEST)] += count
-        return found
+        return new
 
     def happened(self) -> list[Any]:
         """Return the strategy's events: workers lost, and the like."""
-        if not isinstance(self._strategy, ParameterServerStrategy):
-            return []
-        return list(self._strategy.events)
+        has_servers = isinstance(self._strategy, ParameterServerStrategy)
+        return list(self._strategy.events) if has_servers else []
 
     def steps_taken(self) -> int:
         """Return the optimizer's steps, of all workers: the step of a figure."""
@@ -497,28 +480,21 @@ class Baseline:
         self.missing = calibrate
 
     @staticmethod
-    def faults(given: Any, calibrate: Any) -> list[str]:
-        """Return the faults of a user's arguments."""
-        found = []
-        if given is not None and not (
-            isinstance(given, Real)
-            and not isinstance(given, bool)
-            and 0 < float(given) < math.inf
-        ):
-            found.append(
-                "`baseline` must be a positive number of examples per second. "
-                f"Received: baseline={given!r}."
-            )
-        if not isinstance(calibrate, bool):
-            found.append(
-                f"`calibrate` must be True or False. Received: calibrate={calibrate!r}."
-            )
-        elif given is not None and calibrate:
-            found.append(
-                "`baseline` is given, or measured with `calibrate`, but not both. "
-                f"Received: baseline={given!r}, calibrate={calibrate!r}."
-            )
-        return found
+    def checks(given: Any, calibrate: Any) -> dict[str, bool]:
+        """Return what is wrong with a user's arguments unless a condition holds."""
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        return {
+            "`baseline` must be a positive number of examples per second. "
+            f"Received: baseline={given!r}.": (
+                given is None or (is_number and 0 < float(given) < math.inf)
+            ),
+            "`calibrate` must be True or False. "
+            f"Received: calibrate={calibrate!r}.": isinstance(calibrate, bool),
+            "`baseline` is given, or measured with `calibrate`, but not both. "
+            f"Received: baseline={given!r}, calibrate={calibrate!r}.": (
+                given is None or calibrate is not True
+            ),
+        }
 
     def agree(self, communicator: Communicator) -> None:
         """Take over from the chief whether it's missing: others may have joined later.

@@ -30,18 +30,13 @@ from kerasdist._keras.data.epoch_iterators import fits_arrays
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.callbacks import bottleneck, summaries
 from kerasdist.callbacks.bottleneck import Verdict, judge
-from kerasdist.callbacks.job_view import (
-    Baseline,
-    ElasticView,
-    Events,
-    JobView,
-    Windows,
-)
-from kerasdist.callbacks.summaries import Figures, Summaries, combine
+from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows
+from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport import log
 
+_PATHS = (str, bytes, os.PathLike)
 # After this many calls one worker's speed is measured: the first call traces.
 _CALIBRATE = 2
 # After this many calls their duration is read, where no window ends soon.
@@ -111,26 +106,21 @@ class ScalingTensorBoard(JobCallback):
         verbose: int = 1,
     ) -> None:
         super().__init__()
-        faults = []
-        try:
-            self.log_dir = os.fsdecode(log_dir)
-        except TypeError:
-            faults.append(
-                "`log_dir` must be the path of a folder. "
-                f"Received: log_dir={log_dir!r}."
+        is_freq = isinstance(update_freq, int) and not isinstance(update_freq, bool)
+        checks = {
+            "`log_dir` must be the path of a folder. "
+            f"Received: log_dir={log_dir!r}.": isinstance(log_dir, _PATHS),
+            **Baseline.checks(baseline, calibrate),
+            "`update_freq` must be 'auto', 'epoch' or a positive number of batches. "
+            f"Received: update_freq={update_freq!r}.": (
+                update_freq in ("auto", "epoch") or (is_freq and int(update_freq) > 0)
+            ),
+        }
+        if not all(checks.values()):
+            raise ValueError(
+                " ".join(text for text, fine in checks.items() if not fine)
             )
-        faults += Baseline.faults(baseline, calibrate)
-        if update_freq not in ("auto", "epoch") and not (
-            isinstance(update_freq, int)
-            and not isinstance(update_freq, bool)
-            and update_freq > 0
-        ):
-            faults.append(
-                "`update_freq` must be 'auto', 'epoch' or a positive number of "
-                f"batches. Received: update_freq={update_freq!r}."
-            )
-        if faults:
-            raise ValueError(" ".join(faults))
+        self.log_dir = os.fsdecode(log_dir)
         self.figures: Figures | None
         self.verdict: Verdict | None
         self._speed = (None if baseline is None else float(baseline), calibrate)
@@ -190,7 +180,6 @@ class ScalingTensorBoard(JobCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_begin`."""
-        del logs
         if not self._active:
             return
         self._forget(self._job.steps_per_call)
@@ -207,15 +196,14 @@ class ScalingTensorBoard(JobCallback):
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
         self._arrays = fits_arrays()
-        self._changes = ElasticView.of(self.model, self._job.clock)
+        hooks = self._job.hooks
+        if hooks is not None and hooks.elastic is not None:
+            self._changes = ElasticView(hooks.elastic, self._job.clock)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_begin`."""
-        del epoch, logs
-        if not self._active:
-            return
-        if self._joined is not None:
-            return  # the others are in the midst of it
+        if not self._active or self._joined is not None:
+            return  # of one that has joined the others are in the midst of it
         if self._job.in_step:
             # The chief may have written a file: no step may include the wait for that.
             self._job.communicator.barrier()
@@ -278,10 +266,8 @@ class ScalingTensorBoard(JobCallback):
         self._calls = self._counted = 0
         self._forget_sums()
         new = changes.take()
-        if not self._job.is_chief:
-            return True
         steps = self._job.steps_taken()
-        for change in new:
+        for change in new if self._job.is_chief else ():
             self._steps = max(steps - 1, 0)
             self._put({"": {"job/workers": change.before}})
             self._steps = steps
@@ -296,7 +282,6 @@ class ScalingTensorBoard(JobCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_end`."""
-        del epoch, logs
         if not self._active:
             return
         if not self._job.in_step:
@@ -311,7 +296,6 @@ class ScalingTensorBoard(JobCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_end`."""
-        del logs
         if not self._active:
             return
         self._follow_changes()
@@ -361,9 +345,8 @@ class ScalingTensorBoard(JobCallback):
     def _make_file(self) -> str:
         """Make the file, if there is none; return what is wrong."""
         try:
-            self._summaries = self._summaries or Summaries(
-                os.path.join(self.log_dir, "scaling")
-            )
+            folder = os.path.join(self.log_dir, "scaling")
+            self._summaries = self._summaries or Summaries(folder)
         except (OSError, tf.errors.OpError) as error:
             return getattr(error, "message", None) or str(error)
         return ""
@@ -409,22 +392,16 @@ class ScalingTensorBoard(JobCallback):
         """End the window; all workers call it at the same step."""
         begin = time.monotonic()
         self._choose_sample()
-        mine = _Row(
-            vars(self._job.clock.take()),
-            self._windows.state(),
-            [*self._job.take_reads().items()],
-        )
+        times, lags = vars(self._job.clock.take()), self._job.take_reads()
+        mine = _Row(times, self._windows.state(), [*lags.items()])
         rows = [_Row(*each) for each in gather(self._job.communicator, mine)]
         every = [StepTimes(**row.times) for row in rows]
         self._windows.begin(every[0], rows[0].window)
         if not self._job.is_chief:
             return
-        reads: Counter[int] = Counter()
-        for row in rows:
-            reads.update(dict(row.reads))
-        self._events.note_workers(
-            self._job.happened(), tuple(one.rank for one in every)
-        )
+        ranks = tuple(one.rank for one in every)
+        self._events.note_workers(self._job.happened(), ranks)
+        reads = sum((Counter(dict(row.reads)) for row in rows), Counter[int]())
         self._write(every, reads)
         self._windows.cost(time.monotonic() - begin)
 
@@ -442,27 +419,21 @@ class ScalingTensorBoard(JobCallback):
         self._seconds += max(one.seconds for one in every)
         self._staleness.update(reads)
         self._steps = self._job.steps_taken()
-        numbers: summaries.Scalars = {"": {}}
+        numbers: Scalars = {"": {}}
         if figures is not None:
             numbers = summaries.scalars(figures, self._job.rate())
         if self._changes is not None:
             numbers[""]["job/goodput_percent"] = self._changes.goodput_percent()
-        self._put(numbers, {summaries.STALENESS: reads} if reads else {})
+        self._put(numbers, reads)
 
-    def _put(
-        self,
-        numbers: summaries.Scalars,
-        histograms: Mapping[str, Mapping[int, int]] | None = None,
-        texts: Mapping[str, str] | None = None,
-    ) -> None:
+    def _put(self, numbers: Scalars, reads: Any = None, verdict: str = "") -> None:
         if not self._has_file():
             return
-        words = dict(texts or {})
-        if events := self._events.take():
-            words[summaries.EVENTS] = events
+        words = {summaries.VERDICT: verdict, summaries.EVENTS: self._events.take()}
+        texts = {tag: text for tag, text in words.items() if text}
+        histograms = {summaries.STALENESS: reads} if reads else {}
         if self._summaries is not None:
-            self._summaries.write(self._steps, numbers, words, histograms)
-            self._summaries.flush()
+            self._summaries.write(self._steps, numbers, texts, histograms)
 
     def _figures(
         self,
@@ -495,16 +466,13 @@ class ScalingTensorBoard(JobCallback):
         self.figures = self._figures(
             times, self._staleness, self._stages, self._seconds
         )
-        words = {}
+        text = ""
         if self.figures is not None:
             self.verdict = judge(self.figures)
-            words[summaries.VERDICT] = bottleneck.to_markdown(
-                self.figures, self.verdict
-            )
+            text = bottleneck.to_markdown(self.figures, self.verdict)
             if self._verbose:
-                text = bottleneck.to_text(self.figures, self.verdict)
-                log.info("%s", text)
-        self._put({}, texts=words)
+                log.info("%s", bottleneck.to_text(self.figures, self.verdict))
+        self._put({}, verdict=text)
         self._changes = None
         if self._summaries is not None:
             self._summaries.close()

@@ -309,7 +309,6 @@ class Summaries:
         self._folder = folder
         self._writers: dict[str, Any] = {}
         self._write("", custom_scalar.pb(layout()), 0)
-        self.flush()
 
     def write(
         self,
@@ -338,11 +337,6 @@ class Summaries:
                 values = [value for part in parts for value in part.value]
                 self._write(run, summary_pb2.Summary(value=values), step)
 
-    def flush(self) -> None:
-        """Write everything to disk."""
-        for writer in self._writers.values():
-            writer.flush()
-
     def close(self) -> None:
         """Close the files."""
         for writer in self._writers.values():
@@ -359,6 +353,7 @@ class Summaries:
                 tf.summary.experimental.write_raw_pb(
                     summary.SerializeToString(), step=step
                 )
+            writer.flush()
 
 
 def _values(counts: Mapping[int, int]) -> Any:

@@ -21,6 +21,10 @@ from kerasdist.transport.tracing import now
 # A rank keeps at most this many spans: a window of steps should be short.
 _MOST_SPANS = 200_000
 
+_PERFETTO = "at https://ui.perfetto.dev"
+_TENSORBOARD = "in TensorBoard (pip install tensorboard-plugin-profile)"
+# By the ending of a path; that of a folder has none.
+_VIEWERS = {"": f"{_TENSORBOARD} or {_PERFETTO}", ".pb": _TENSORBOARD}
 _ENDINGS = (".json", ".json.gz", ".xplane.pb")
 
 
@@ -136,7 +140,11 @@ class Timeline(JobCallback):
         if not self._log.listening:
             self._log.listen(True)
             self._before = self._log.step
-            self._align_stages()
+            clock, record = self._stage_clock, self._record
+            # One worker may have stages on other machines.
+            error = 0 if clock is None else clock.align()
+            if error and record is not None:
+                record.offsets = [Offset(now(), 0, error)]
         self._look()  # drop the spans before
         self._begun = now()
 
@@ -203,10 +211,8 @@ class Timeline(JobCallback):
         """See `JobCallback._adopt_state`: its record begins later than the others'."""
         self._taken, self._done = state["taken"], state["done"]
         self._reference = state["reference"]
-        communicator = self._log.communicator
-        if state["recording"] and communicator is not None:
-            here = communicator.peers[communicator.rank].address
-            self._record = Record(communicator.rank, here, [])
+        if state["recording"] and self._log.communicator is not None:
+            self._record = self._new_record()
 
     # The record.
 
@@ -218,26 +224,21 @@ class Timeline(JobCallback):
         several = self._job.steps_per_call > 1
         return None if clock is None or several or not clock.can_look else clock
 
-    def _align_stages(self) -> None:
-        """Align the clocks of stages on other machines, which one worker may have."""
-        clock, record = self._stage_clock, self._record
-        error = 0 if clock is None else clock.align()
-        if error and record is not None:
-            record.offsets = [Offset(now(), 0, error)]
-
     def _look(self) -> list[Span]:
         """Return the spans of this worker's stages in a step."""
         return [] if self._stage_clock is None else self._stage_clock.look()
 
     def _open(self) -> None:
         """Begin the record; for workers in step this is a collective."""
+        self._record = self._new_record()
+        self._align()
+
+    def _new_record(self) -> Record:
         communicator = self._log.communicator
         if communicator is None:
-            self._record = Record(0, "this worker", [Offset(now(), 0, 0)])
-            return
+            return Record(0, "this worker", [Offset(now(), 0, 0)])
         here = communicator.peers[communicator.rank].address
-        self._record = Record(communicator.rank, here, [])
-        self._align()
+        return Record(communicator.rank, here, [])
 
     def _align(self) -> None:
         communicator, record = self._log.communicator, self._record
@@ -270,7 +271,16 @@ class Timeline(JobCallback):
             if not self._job.is_chief:
                 return
             records = [Record.from_json(each) for each in every]
-        self._put(records)
+        paths = [self.path]
+        if not self.path.suffix:
+            # A run of its own, as TensorFlow's profiler names them: the plugin caches
+            # its conversion of a run, and would continue to show that.
+            run = time.strftime("%Y_%m_%d_%H_%M_%S")
+            folder = self.path / "plugins" / "profile" / run
+            endings = (".trace.json.gz", ".xplane.pb")
+            paths = [folder / f"timeline{ending}" for ending in endings]
+        for path in paths:
+            _replace(path, records)
         if self.verbose:
             count = sum(len(each.spans) for each in records)
             error = max(each.error for each in records) / 1000
@@ -279,27 +289,8 @@ class Timeline(JobCallback):
                 f"kerasdist: the timeline of {len(records)} rank(s) is in {self.path}: "
                 f"{len(record.executions)} call(s) of the training step, {count} "
                 f"span(s) of communication, clocks right to {error:.1f} us. Open it "
-                f"{self._viewers}.",
+                f"{_VIEWERS.get(self.path.suffix, _PERFETTO)}.",
             )
-
-    @property
-    def _viewers(self) -> str:
-        perfetto = "at https://ui.perfetto.dev"
-        tensorboard = "in TensorBoard (pip install tensorboard-plugin-profile)"
-        if not self.path.suffix:
-            return f"{tensorboard} or {perfetto}"
-        return tensorboard if self.path.suffix == ".pb" else perfetto
-
-    def _put(self, records: list[Record]) -> None:
-        """Write the file, or both."""
-        if self.path.suffix:
-            return _replace(self.path, records)
-        # A run of its own, as TensorFlow's profiler names them: the plugin caches its
-        # conversion of a run, and would continue to show that.
-        run = time.strftime("%Y_%m_%d_%H_%M_%S")
-        folder = self.path / "plugins" / "profile" / run
-        for ending in (".trace.json.gz", ".xplane.pb"):
-            _replace(folder / f"timeline{ending}", records)
 
 
 def _replace(path: Path, records: list[Record]) -> None:

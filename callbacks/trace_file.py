@@ -248,9 +248,8 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _category(lane: int) -> str:
-    if lane == _STEP:
-        return "step"
-    return "stage" if lane >= _STAGES else "communication"
+    other = "stage" if lane >= _STAGES else "communication"
+    return "step" if lane == _STEP else other
 
 
 def _begin(record: Record) -> int:

@@ -321,14 +321,13 @@ class StageClock:
         for graph in self._graphs:
             totals = np.asarray(graph.totals.numpy())[1]
             sums, graph.before = totals - graph.before, totals
-            steps = float(sums[_STEPS])
-            if not steps:
+            if not sums[_STEPS]:
                 continue
-            lines: list[list[tuple[float, float]]] = [[] for _ in self._devices]
-            for visit in graph.visits:
-                lines[visit.stage].append(visit.times(sums))
-            busy = tuple(union_length(line) for line in lines)
-            total = total.plus(StageTimes(steps=steps, busy=busy))
+            busy = tuple(
+                union_length([v.times(sums) for v in graph.visits if v.stage == stage])
+                for stage in range(len(self._devices))
+            )
+            total = total.plus(StageTimes(steps=float(sums[_STEPS]), busy=busy))
         return total
 
 

@@ -44,16 +44,8 @@ from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.data.batch_split import rows_of, split_part
-from kerasdist.strategies.measure.communication import (
-    PHASES,
-    Slot,
-    SpanSums,
-    StepCounters,
-    StepTimes,
-    Work,
-    time_after,
-    time_after_all,
-)
+from kerasdist.strategies.measure import communication
+from kerasdist.strategies.measure.communication import Slot, SpanSums, StepTimes, Work
 
 # The parts of one step, from its clocks and the communicator's spans.
 
@@ -235,7 +227,7 @@ class StepClock:
         self.communicator = communicator
         self._in_turn = in_turn
         self._spans = SpanSums(communicator)
-        self._summed = StepCounters(self._host)
+        self._summed = communication.StepCounters(self._host)
         # Sums at the beginning of the window, and when the clock started.
         self._before, self._started = np.zeros((2, len(Slot)))
         self._is_eager = False
@@ -353,9 +345,9 @@ class StepClock:
             late=times.late + self._met,
         )
         # 3. Scale to the window's time: measured steps may have been the longer ones.
-        whole = sum(getattr(times, name) for name in PHASES)
+        whole = sum(getattr(times, name) for name in communication.PHASES)
         if whole > seconds:
-            times = times.scaled(seconds / whole, (*PHASES, "late"))
+            times = times.scaled(seconds / whole, (*communication.PHASES, "late"))
         times = dataclasses.replace(times, outside=max(seconds - whole, 0.0))
         self._forget(now)
         return times
@@ -493,12 +485,12 @@ class StepClock:
                 self._summed.count(tf.cast(rows, tf.int64))
             return outputs
         with tf.device(self._host):
-            ready = time_after(parts)
+            ready = communication.time_after(parts)
         # A graph with one thread would otherwise read the clock after the step.
         with tf.control_dependencies([ready]):
             outputs = run(data)
         with tf.device(self._host):
-            times = {Slot.READY: ready, Slot.END: time_after(outputs)}
+            times = {Slot.READY: ready, Slot.END: communication.time_after(outputs)}
             self._summed.add({**counts, Slot.MEASURED: 1.0, **times})
         return outputs
 
@@ -512,7 +504,7 @@ class StepClock:
             reduce: Reduces them, given tensors that its last bucket waits for.
         """
         # Nothing is sent before the slowest replica here has finished.
-        ready = time_after_all(gradients) if self._replicas > 1 else None
+        ready = communication.time_after_all(gradients) if self._replicas > 1 else None
         if _tf.local_replica_id() > 0:
             return reduce(())
         if _tf.executing_eagerly():
@@ -523,11 +515,12 @@ class StepClock:
             return reduced
         self._note_trace()
         with tf.device(self._host):
-            before = time_after(gradients if ready is None else ready)
+            before = communication.time_after(gradients if ready is None else ready)
         # With several replicas here a merge call reduces, in another thread.
         reduced = reduce([before] if self._replicas == 1 else ())
         # Updates don't wait for that: each begins as early as without clocks.
         with tf.device(self._host):
-            times = {Slot.GRADIENTS: before, Slot.REDUCED: time_after(reduced)}
+            after = communication.time_after(reduced)
+            times = {Slot.GRADIENTS: before, Slot.REDUCED: after}
             self._summed.add({Slot.UPDATES: 1.0, **times})
         return reduced
