@@ -18,6 +18,7 @@
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
+#   bench-compression, bench-local-steps,
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
@@ -72,6 +73,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
 .PHONY: lock wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
+.PHONY: bench-compression bench-local-steps
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
@@ -184,6 +186,12 @@ bench-fit: $(VENV)/.bench .venv-legacy/.created
 # As root: it makes hosts out of network namespaces.
 bench-overlap: $(VENV)/.bench
 	$(BIN)/python benchmarks/overlap/run.py
+
+bench-compression: $(VENV)/.bench
+	$(BIN)/python benchmarks/compression/run.py
+
+bench-local-steps: $(VENV)/.bench
+	$(BIN)/python benchmarks/local_steps/run.py
 
 bench-tls: $(VENV)/.bench
 	$(BIN)/python benchmarks/tls/run.py

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from kerasdist.placement.plan import Plan
     from kerasdist.run_function.run import run
     from kerasdist.strategies.distribution import enable_keras_distribution
+    from kerasdist.strategies.local_steps import LocalSteps
     from kerasdist.strategies.model_parallel import ModelParallelStrategy
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.placed.report import PlacementReport
@@ -55,6 +56,7 @@ __all__ = [
     "Communicator",
     "Factors",
     "KerasDistError",
+    "LocalSteps",
     "ModelParallelStrategy",
     "ParameterServerStrategy",
     "PlacementReport",
@@ -75,6 +77,7 @@ __all__ = [
 _LAZY = {
     "Communicator": "kerasdist.collectives.communicator",
     "Factors": "kerasdist.compression",
+    "LocalSteps": "kerasdist.strategies.local_steps",
     "ModelParallelStrategy": "kerasdist.strategies.model_parallel",
     "ParameterServerStrategy": "kerasdist.strategies.parameter_server",
     "PlacementReport": "kerasdist.strategies.placed.report",

@@ -16,6 +16,7 @@ from kerasdist.run_function.run import run as run
 from kerasdist.strategies.distribution import (
     enable_keras_distribution as enable_keras_distribution,
 )
+from kerasdist.strategies.local_steps import LocalSteps as LocalSteps
 from kerasdist.strategies.model_parallel import (
     ModelParallelStrategy as ModelParallelStrategy,
 )

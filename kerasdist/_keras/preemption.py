@@ -21,7 +21,6 @@ import tensorflow as tf
 from keras.src.callbacks import csv_logger
 
 from kerasdist import _tf
-from kerasdist._keras.checkpoint_file import CheckpointFile
 from kerasdist._keras.chief_failover import flush_board
 from kerasdist._keras.context import current
 from kerasdist._keras.data.arrays import RepeatableIterator
@@ -30,7 +29,7 @@ from kerasdist._keras.elastic import finished_calls, training_state
 from kerasdist._keras.elastic.evaluation import MetricTotals, is_of_fit
 from kerasdist._keras.elastic.finished_calls import fits_of, unfit
 from kerasdist._keras.elastic.step import ContinuableStep, summed_metrics
-from kerasdist._keras.elastic.training_state import DataPlace
+from kerasdist._keras.elastic.training_state import CheckpointFile, DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.collectives.elastic.termination import Leaving, end_process, flush_output
 from kerasdist.collectives.row_exchange import Array

@@ -101,12 +101,14 @@ class GradientHooks:
         end_window: See `strategies.reduce.gradients.end_window`.
         sum_over_replicas: Sums each of a list of tensors over all replicas.
         check: Raises an error if an optimizer doesn't fit to how gradients are reduced.
+        words: What is special about it, for the start-up line; empty if nothing is.
     """
 
     reduce: Callable[..., list[Any]]
     end_window: Callable[..., list[Any]]
     sum_over_replicas: Callable[[Sequence[Any]], list[Any]]
     check: Callable[[Any], None]
+    words: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,15 @@ class AsyncHooks(Protocol):
     def evaluate(
         self, call: Callable[[bool], Any], retrace: Callable[[], None]
     ) -> Any: ...
+
+
+class LocalHooks(Protocol):
+    """Steps of one worker, and averages; see `strategies.local_steps`."""
+
+    def step(self, rows: Any) -> contextlib.AbstractContextManager[None]: ...
+    def begin_steps(self, trainer: Any) -> None: ...
+    def end_steps(self, trainer: Any) -> None: ...
+    def end_epoch(self, trainer: Any) -> None: ...
 
 
 class ElasticHooks(Protocol):
@@ -314,6 +325,7 @@ class KerasHooks:
         data: The division of data.
         dynamic: The epochs of asynchronous workers; None if they are synchronous.
         elastic: Changes of membership; None if the workers stay the same.
+        local: Steps of each worker by itself; None if gradients are reduced.
         checkpoint: The `preemption.checkpoint_file.CheckpointFile` of an elastic job;
             else None.
     """
@@ -327,6 +339,7 @@ class KerasHooks:
     data: DataHooks
     dynamic: AsyncHooks | None = None
     elastic: ElasticHooks | None = None
+    local: LocalHooks | None = None
     checkpoint: Any = None
 
 

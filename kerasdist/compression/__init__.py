@@ -13,8 +13,7 @@ the memories are kept, and which gradients go through a compressor, is decided i
 from __future__ import annotations
 
 from kerasdist.compression.contract import Compressor
-from kerasdist.compression.factors import Factors
-from kerasdist.compression.half_precision import HalfPrecision
+from kerasdist.compression.memoryless import Factors, HalfPrecision
 from kerasdist.compression.power_sgd import PowerSGD
 from kerasdist.compression.top_k import TopK
 

@@ -11,17 +11,22 @@ On one host the body is in memory that both share, and only the rest is sent thr
 socket. Requests and replies alternate: a received message can be read until the next
 one is sent, and no longer, since its memory is reused.
 
-Implementations: sockets with and without shared memory
-(`kerasdist.parameter_server.socket_channel`), and queues in one process, here. One
+Implementations: sockets with and without shared memory, and queues in one process. One
 contract test suite runs on all of them.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import json
+import logging
 import math
+import os
 import queue
+import socket
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,18 +34,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives.row_exchange import Array
-from kerasdist.errors import ProtocolError
+from kerasdist.collectives.row_exchange import Array, octets
+from kerasdist.errors import ProtocolError, SharedMemoryFull
 from kerasdist.parameter_server.layout import dtype_of
-from kerasdist.transport.base import Aborted
+from kerasdist.transport import log
+from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.transport.framing import (
+    HEADER_BYTES,
+    MAX_CONTROL,
+    Call,
+    Count,
+    FrameType,
+    pack_header,
+    read_record,
+    to_json,
+    unpack_header,
+)
+from kerasdist.transport.handshake import TAG_BYTES
+from kerasdist.transport.memory import create_segment, map_segment
+from kerasdist.transport.sockets import receive_descriptor
 from kerasdist.transport.tracing import now
 
 # The dtype's name and the shape of an array in a message.
 Spec = tuple[str, tuple[int, ...]]
 _ALIGNMENT = 64
-_MOST_ARRAYS = 1 << 16
 
 
 class ChannelEnded(Exception):
@@ -139,21 +157,20 @@ def spans(specs: Sequence[Spec]) -> tuple[list[tuple[int, int]], int]:
     return found, end
 
 
-def read_specs(value: Any) -> list[Spec]:
+def read_specs(value: Any) -> Sequence[Spec]:
     """Return the dtypes and shapes in a message's "arrays".
 
     Raises:
         ProtocolError: They are damaged.
     """
+    kind = tuple[tuple[str, tuple[Count, ...]], ...]
+    specs: Sequence[Spec] = read_record(value, kind, "A list of arrays")
     try:
-        if len(value) > _MOST_ARRAYS:
-            raise ValueError(f"{len(value)} arrays")
-        specs = [(str(name), tuple(int(n) for n in shape)) for name, shape in value]
         for name, shape in specs:
             dtype_of(name)
-            if any(n < 0 for n in shape) or len(shape) > 32:
+            if len(shape) > 32:
                 raise ValueError(f"shape {shape}")
-    except (TypeError, ValueError, OverflowError, ImportError) as error:
+    except (TypeError, ValueError, ImportError) as error:
         raise ProtocolError(f"A message's arrays are damaged: {error}.") from None
     return specs
 
@@ -245,3 +262,349 @@ def memory_pair() -> tuple[MemoryChannel, MemoryChannel]:
     """Return the two connected ends of a channel inside this process."""
     pipe = _Pipe()
     return MemoryChannel(pipe, 0), MemoryChannel(pipe, 1)
+
+
+# Channels over stream sockets: TCP between hosts; inside one, with shared memory.
+#
+#     c: a worker     s: a server     C, S: the segment that each of them writes to
+#
+#     1. c        writes the arrays of its message into C
+#     2. c -> s   DESCRIPTOR: C's file descriptor, if C is new; sizes grow
+#     3. c -> s   the message without its body: the places of the arrays in C
+#     4. s        reads C, for instance adds it to the table, without copying it first
+#     5. s        writes its reply into S, and so on, the other way round
+#
+# c writes to C again only when it has the reply, s to S only at the next request. A
+# message over a socket orders memory on every architecture, wakes the thread that waits
+# for it, and fails when the other side dies. Small messages are sent through the socket
+# whole.
+#
+# Between the JSON object and the body is a tag (`kerasdist.transport.handshake`): it
+# authenticates all but the body.
+
+_PREFIX = struct.Struct("!IQ")
+# A smaller body is sent through the socket.
+_LEAST_SHARED_BYTES = 16 << 10
+# Sockets accept no longer time-outs; a longer wait takes several.
+_LONGEST_WAIT = 1e6
+_MOST_SEGMENT_BYTES = 1 << 40
+_ZEROS = bytes(64)
+# The system takes at most 1024 (IOV_MAX).
+_MOST_BUFFERS = 512
+
+
+class SocketChannel(Channel):
+    """A channel over a connection.
+
+    Args:
+        connection: The connection; owned from now on.
+        shared: Whether bodies are passed in shared memory: only for Unix sockets. A
+            message in either form is accepted in any case.
+    """
+
+    def __init__(self, connection: Connection, *, shared: bool = False) -> None:
+        super().__init__()
+        sock = connection.sock
+        self._auth = connection.auth
+        self.kind = "shared_memory" if shared else "tcp"
+        self._sock = sock
+        self._unix = sock.family == socket.AF_UNIX
+        self._shared = shared and self._unix
+        self._aborted = False
+        self._room: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for receiving
+        self._arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for sending
+        self._fresh: list[int] = []  # descriptor of an arena not yet sent
+        self._placed: list[Array] = []
+        self._theirs: npt.NDArray[np.uint8] | None = None
+        if not self._unix:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def place(self, specs: Sequence[Spec]) -> list[Array]:
+        """See `Channel.place`."""
+        _, size = spans(specs)
+        self._grow(size)
+        self._placed = body_views(self._arena, specs)
+        return list(self._placed)
+
+    def send(self, message: Message, deadline: Deadline) -> None:
+        """See `Channel.send`."""
+        arrays = [np.ascontiguousarray(a) for a in message.arrays]
+        specs = [
+            (str(a.dtype.name), tuple(np.shape(b)))
+            for a, b in zip(arrays, message.arrays, strict=True)
+        ]
+        meta: dict[str, Any] = {**message.meta, "arrays": specs}
+        places, size = spans(specs)
+        shared = self._shared and size >= _LEAST_SHARED_BYTES
+        if shared:
+            shared = self._share(arrays, specs, size)
+        if shared:
+            meta["shared"] = True
+        text = json.dumps(meta).encode()
+        prefix = _PREFIX.pack(len(text), size)
+        parts: list[memoryview | bytes] = []
+        length = len(prefix) + len(text) + TAG_BYTES
+        if not shared:
+            end = 0
+            for array, (start, stop) in zip(arrays, places, strict=True):
+                if start > end:
+                    parts.append(_ZEROS[: start - end])
+                if stop > start:
+                    parts.append(octets(array))
+                end = stop
+            length += size
+        header = pack_header(message.frame, length, message.call)
+        try:
+            if shared and self._fresh:
+                self._give_segment(deadline)
+            head = header + prefix + text
+            self._send([head + self._auth.sign(head), *parts], deadline)
+        except OSError as error:
+            # Another thread may have closed the channel before the segment was made.
+            self._drop_fresh()
+            raise self._broken(error) from error
+        self._placed = []
+        self.bytes_sent += HEADER_BYTES + len(prefix) + len(text) + TAG_BYTES + size
+
+    def receive(self, deadline: Deadline, bound: int) -> Message:
+        """See `Channel.receive`."""
+        try:
+            return self._receive(deadline, bound)
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _receive(self, deadline: Deadline, bound: int) -> Message:
+        start = HEADER_BYTES + _PREFIX.size
+        while True:
+            head = bytearray(HEADER_BYTES)
+            descriptors = self._fill_head(head, deadline)
+            self.answered = now()
+            try:
+                frame, length, call = unpack_header(head)
+                if frame is FrameType.DESCRIPTOR:
+                    self._take_segment(head, descriptors, length, deadline)
+                    continue
+                if descriptors:
+                    raise ProtocolError(f"A {frame.name} frame has a file descriptor.")
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            break
+        least = _PREFIX.size + TAG_BYTES
+        if length < least or length > bound + MAX_CONTROL + least:
+            raise ProtocolError(
+                f"A {frame.name} frame has an unexpected length. Received: {length} "
+                f"bytes, expected at most {bound + MAX_CONTROL}."
+            )
+        prefix = bytearray(_PREFIX.size)
+        self._fill(memoryview(prefix), deadline)
+        text_bytes, size = _PREFIX.unpack(prefix)
+        if text_bytes > min(MAX_CONTROL, length - least) or size > bound:
+            raise ProtocolError(
+                f"A {frame.name} frame is too long. Received: {text_bytes} bytes of "
+                f"text and {size} of numbers, expected at most {MAX_CONTROL} and "
+                f"{bound}."
+            )
+        rest = bytearray(text_bytes + TAG_BYTES)
+        self._fill(memoryview(rest), deadline)
+        text, tag = rest[:text_bytes], rest[text_bytes:]
+        self._auth.check(tag, head, prefix, text)
+        meta = to_json(bytes(text))
+        specs = read_specs(meta.pop("arrays", []))
+        inline = length - least - text_bytes
+        body = self._body(meta, specs, size, inline, deadline)
+        self.bytes_received += start + text_bytes + TAG_BYTES + size
+        return Message(frame, call, meta, body_views(body, specs))
+
+    def _body(
+        self,
+        meta: dict[str, Any],
+        specs: Sequence[Spec],
+        size: int,
+        inline: int,
+        deadline: Deadline,
+    ) -> npt.NDArray[np.uint8]:
+        shared = meta.pop("shared", False) is True
+        if spans(specs)[1] != size or inline != (0 if shared else size):
+            raise ProtocolError(
+                "A message's length isn't that of its arrays. "
+                f"Received: {size} bytes, {inline} of them here, for {specs[:10]}."
+            )
+        if shared:
+            if self._theirs is None or self._theirs.size < size:
+                raise ProtocolError("A message refers to memory that isn't shared.")
+            return self._theirs[:size]
+        if self._room.size < size:
+            self._room = np.empty(size, np.uint8)
+        if size:
+            self._fill(self._room[:size].data, deadline)
+        return self._room[:size]
+
+    # Shared memory.
+
+    def _grow(self, size: int) -> None:
+        if self._arena.size >= size:
+            return
+        rounded = _LEAST_SHARED_BYTES
+        while rounded < size:
+            rounded += rounded // 2
+        rounded = -(-rounded // 4096) * 4096
+        if self._shared and size >= _LEAST_SHARED_BYTES:
+            try:
+                descriptor = create_segment(rounded)
+            except (SharedMemoryFull, OSError) as error:
+                log.log_in_background(
+                    logging.WARNING,
+                    "kerasdist continues without shared memory to a parameter server, "
+                    "more slowly: %s",
+                    error,
+                )
+                self._shared = False
+            else:
+                self._drop_fresh()
+                self._fresh.append(descriptor)
+                self._arena = map_segment(descriptor, rounded)
+                return
+        # Smaller than any segment, or there are none.
+        self._arena = np.empty(size, np.uint8)
+
+    def _share(self, arrays: list[Array], specs: Sequence[Spec], size: int) -> bool:
+        """Copy the arrays into the segment; return False if there is none.
+
+        Placed arrays are the first in a message: they are in their place already.
+        """
+        placed = self._placed
+        before = self._arena
+        self._grow(size)
+        if not self._shared:
+            return False
+        for array, room in zip(arrays, body_views(self._arena, specs), strict=True):
+            there = self._arena is before and any(array is each for each in placed)
+            if not there or array.ctypes.data != room.ctypes.data:
+                np.copyto(room, array.reshape(room.shape))
+        return True
+
+    def _give_segment(self, deadline: Deadline) -> None:
+        size = struct.pack("!Q", self._arena.size)
+        fresh = self._fresh[:1]
+        frame = pack_header(FrameType.DESCRIPTOR, len(size)) + size
+        frame += self._auth.sign(frame)
+        self._sock.settimeout(_seconds(deadline))
+        sent = socket.send_fds(self._sock, [frame], fresh)
+        self._drop_fresh()
+        if sent < len(frame):
+            self._send([frame[sent:]], deadline)
+
+    def _drop_fresh(self) -> None:
+        with contextlib.suppress(IndexError):
+            os.close(self._fresh.pop())
+
+    def _take_segment(
+        self, head: bytearray, descriptors: list[int], length: int, deadline: Deadline
+    ) -> None:
+        text, tag = bytearray(8), bytearray(TAG_BYTES)
+        if length == len(text):
+            self._fill(memoryview(text), deadline)
+            self._fill(memoryview(tag), deadline)
+            self._auth.check(tag, head, text)
+        size = int.from_bytes(text, "big")
+        if len(descriptors) != 1 or not 0 < size <= _MOST_SEGMENT_BYTES:
+            raise ProtocolError(
+                f"A segment can't be shared. Received: {len(descriptors)} descriptors, "
+                f"{size} bytes."
+            )
+        self._theirs = None
+        self._theirs = map_segment(descriptors[0], size)
+
+    # Bytes.
+
+    def _fill_head(self, head: bytearray, deadline: Deadline) -> list[int]:
+        if not self._unix:
+            self._fill(memoryview(head), deadline)
+            return []
+        descriptors: list[int] = []
+        view = memoryview(head)
+        try:
+            while view:
+                self._sock.settimeout(_seconds(deadline))
+                try:
+                    data, found = receive_descriptor(self._sock, len(view))
+                except TimeoutError:
+                    self._late(deadline)
+                    continue
+                descriptors += found
+                if not data:
+                    raise self._closed()
+                view[: len(data)] = data
+                view = view[len(data) :]
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
+        return descriptors
+
+    def _fill(self, view: memoryview, deadline: Deadline) -> None:
+        while view:
+            self._sock.settimeout(_seconds(deadline))
+            try:
+                count = self._sock.recv_into(view)
+            except TimeoutError:
+                self._late(deadline)
+                continue
+            if not count:
+                raise self._closed()
+            view = view[count:]
+
+    def _send(self, parts: list[memoryview | bytes], deadline: Deadline) -> None:
+        left = [memoryview(part) for part in parts]
+        while left:
+            self._sock.settimeout(_seconds(deadline))
+            try:
+                sent = self._sock.sendmsg(left[:_MOST_BUFFERS])
+            except TimeoutError:
+                self._late(deadline)
+                continue
+            done = 0
+            while done < len(left) and sent >= len(left[done]):
+                sent -= len(left[done])
+                done += 1
+            del left[:done]
+            if sent:
+                left[0] = left[0][sent:]
+
+    def _late(self, deadline: Deadline) -> None:
+        if self._aborted:
+            raise Aborted
+        if deadline.expired:
+            raise ChannelSilent(f"silent for {deadline.seconds:g} s")
+
+    def _closed(self) -> Exception:
+        if self._aborted:
+            return Aborted()
+        return ChannelEnded("the connection was closed")
+
+    def _broken(self, error: OSError) -> Exception:
+        if self._aborted:
+            return Aborted()
+        return ChannelEnded(f"the connection broke ({error.strerror or error})")
+
+    def abort(self) -> None:
+        """See `Channel.abort`."""
+        self._aborted = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side was faster, or it is closed already
+            pass
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self.abort()
+        self._sock.close()
+        self._drop_fresh()
+        self._placed = []
+        self._theirs = None
+        self._arena = self._room = np.empty(0, np.uint8)
+
+
+def _seconds(deadline: Deadline) -> float:
+    return min(max(deadline.remaining(), 0.001), _LONGEST_WAIT)

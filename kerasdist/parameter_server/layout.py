@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.errors import ProtocolError
-from kerasdist.transport.framing import DTYPES
+from kerasdist.transport.framing import DTYPES, Count, to_plain
 
 # The settings of a job with parameter servers.
 
@@ -65,9 +64,7 @@ class ServerSettings:
         if self.mode not in MODES:
             faults.append(f"mode={self.mode!r}; expected one of {MODES}")
         stale = self.max_staleness
-        if stale is not None and (
-            isinstance(stale, bool) or not isinstance(stale, int) or stale < 0
-        ):
+        if stale is not None and not (type(stale) is int and stale >= 0):
             faults.append(
                 f"max_staleness={stale!r}; expected a number of steps >= 0, or None"
             )
@@ -85,18 +82,13 @@ class ServerSettings:
             value = getattr(self, name)
             if value is None and name == "snapshot_seconds":
                 continue
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 < value <= 1e9
-            ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 < value <= 1e9:
                 faults.append(
                     f"{name}={value!r}; expected seconds above 0, at most 1e9"
                 )
         updates = self.snapshot_updates
-        if updates is not None and (
-            isinstance(updates, bool) or not isinstance(updates, int) or updates < 1
-        ):
+        if updates is not None and not (type(updates) is int and updates >= 1):
             faults.append(f"snapshot_updates={updates!r}; expected a number >= 1")
         if faults:
             raise ValueError(
@@ -128,7 +120,6 @@ _LEAST_CUT_BYTES = 4096
 # Updates of a table are small beside its values: 16 bits would lose them.
 _HELD = {"float16": "float32", "bfloat16": "float32"}
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_MOST_VARIABLES = 1 << 20
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -164,7 +155,7 @@ class Variable:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     dtype: str = "float32"
     sparse: bool = False
 
@@ -253,7 +244,7 @@ class Layout:
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest of the variables and of the number of servers."""
-        text = json.dumps([self.to_json(), self.servers], sort_keys=True)
+        text = json.dumps([to_plain(self.variables), self.servers])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def dense(self, server: int) -> dict[str, list[Piece]]:
@@ -338,33 +329,6 @@ class Layout:
                 "The arrays aren't those of the table's variables. Received: "
                 f"{len(given)} arrays, expected {len(expected)}; {'; '.join(wrong)}."
             )
-
-    def to_json(self) -> list[list[Any]]:
-        """Return the variables as JSON values; see `from_json`."""
-        return [[v.name, list(v.shape), v.dtype, v.sparse] for v in self.variables]
-
-    @classmethod
-    def from_json(cls, value: Any, servers: int) -> Layout:
-        """Return the layout that `to_json` was called on.
-
-        Raises:
-            ProtocolError: It isn't one.
-        """
-        try:
-            if len(value) > _MOST_VARIABLES:
-                raise ValueError(f"{len(value)} variables")
-            variables = [
-                Variable(
-                    name=str(name),
-                    shape=tuple(int(n) for n in shape),
-                    dtype=str(dtype),
-                    sparse=bool(sparse),
-                )
-                for name, shape, dtype, sparse in value
-            ]
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError(f"A list of variables is damaged: {error}.") from None
-        return cls(variables, servers)
 
     def difference(self, other: Layout) -> str:
         """Describe the first difference to another layout; empty if there is none."""

@@ -12,16 +12,16 @@ failure, which ends every wait.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from kerasdist import errors
+from kerasdist.transport.framing import Count
 
-# A worker's progress, which it reports to a server that was started again.
+# The messages about membership between workers and servers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,33 +37,8 @@ class WorkerProgress:
 
     met: int = 0
     clocks: Mapping[int, int] = field(default_factory=dict)
-    claims: Mapping[int, tuple[int, Sequence[int]]] = field(default_factory=dict)
+    claims: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     joining: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> WorkerProgress:
-        """Return what `to_json` made; parts that are damaged count as missing."""
-        given = value if isinstance(value, dict) else {}
-        met, clocks, claims = given.get("met"), {}, {}
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            clocks = {
-                int(k): int(v) for k, v in dict(given.get("clocks") or {}).items()
-            }
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            claims = {
-                int(number): (int(epoch), [int(n) for n in numbers])
-                for number, (epoch, numbers) in dict(given.get("claims") or {}).items()
-            }
-        return cls(
-            met=met if isinstance(met, int) else 0,
-            clocks=clocks,
-            claims=claims,
-            joining=given.get("joining") is True,
-        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,30 +63,79 @@ class Event:
     reason: str = ""
     use: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the event as a JSON object."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Event:
-        """Return the event that `to_json` wrote.
+@dataclass(frozen=True, kw_only=True)
+class Goodbye:
+    """The content of a worker's GOODBYE frame, with which it leaves.
 
-        Raises:
-            ProtocolError: It isn't one.
-        """
-        try:
-            return cls(
-                str(value["kind"]),
-                int(value["rank"]),
-                str(value["address"]),
-                int(value["clock"]),
-                str(value["reason"]),
-                int(value["use"]),
-            )
-        except (KeyError, TypeError, ValueError, OverflowError):
-            raise errors.ProtocolError(
-                f"An event is damaged. Received: {value!r}."
-            ) from None
+    Attributes:
+        reason: In words, without a full stop.
+        failed: Whether its script ended with an error.
+        cause: The job's failure, if the worker leaves because of it, as
+            `failure_protocol.encode` returns it.
+        use: The number of the strategy that it leaves, if it stays itself; else 0.
+    """
+
+    reason: str
+    failed: bool = False
+    cause: str | None = None
+    use: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerHello:
+    """The hello of a worker to a server, beside its rank.
+
+    Attributes:
+        line: Whether the connection is for frames about the job, or for requests.
+        server: Index of the server that it is for.
+        incarnation: A random text that identifies the worker's process.
+        replicas: Number of its replicas.
+        settings: `ServerSettings.agreed` of the worker.
+        met: `ServerRoster.met` of another server, or None.
+        join_barrier: Whether to join at an epoch's end, see
+            `parameter_server.server.collectives`.
+        joining: `ServerRoster.joining` of another server, or None.
+        resume: The worker's progress, for a server that was started again.
+        shared: Whether the replies to requests may be in shared memory.
+    """
+
+    line: Literal["control", "data"] = "control"
+    server: int
+    incarnation: str
+    replicas: int
+    settings: dict[str, Any]
+    met: int | None = None
+    join_barrier: bool = False
+    joining: bool | None = None
+    resume: WorkerProgress | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRoster:
+    """The reply of a server to a worker that it admits.
+
+    Attributes:
+        host: The identity of the server's host, see `host_key`.
+        unix_name: The name of its Unix socket.
+        replicas: Each worker's number of replicas, by rank.
+        met: Number of the last collective in which this worker doesn't take part.
+        joined: Whether the job had begun without it.
+        joining: Whether the others don't wait for it yet, see
+            `kerasdist.parameter_server.server.collectives`.
+        resumed: Whether the server continues from a snapshot.
+        seed: Random; the same for all workers, and after the server's restart.
+    """
+
+    host: str = ""
+    unix_name: str = ""
+    replicas: tuple[int, ...]
+    met: int
+    joined: bool
+    joining: bool = False
+    resumed: bool = False
+    seed: int = 0
 
 
 @dataclasses.dataclass
@@ -201,7 +225,7 @@ class Membership:
             worker.state = "live"
             self.workers[worker.rank] = worker
             if kind is not None:
-                self._publish(Event(kind, worker.rank, worker.address, worker.clock))
+                self._publish(kind, worker)
             self.changed.notify_all()
 
     def lose(self, worker: WorkerRecord, reason: str) -> bool:
@@ -213,9 +237,7 @@ class Membership:
             ):
                 return False
             worker.state = "lost"
-            self._publish(
-                Event("lost", worker.rank, worker.address, worker.clock, reason)
-            )
+            self._publish("lost", worker, reason)
             if self._mode == "sync":
                 self.fail(
                     errors.WorkerLost(worker.rank, worker.address, worker.clock, reason)
@@ -229,9 +251,7 @@ class Membership:
             if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
             worker.state = "finished"
-            self._publish(
-                Event("finished", worker.rank, worker.address, worker.clock, reason)
-            )
+            self._publish("finished", worker, reason)
             self.changed.notify_all()
 
     def leave(self, worker: WorkerRecord, use: int, reason: str) -> None:
@@ -240,9 +260,7 @@ class Membership:
             if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
             worker.left = max(worker.left, use)
-            self._publish(
-                Event("left", worker.rank, worker.address, worker.clock, reason, use)
-            )
+            self._publish("left", worker, reason, use)
             self.changed.notify_all()
 
     def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
@@ -255,6 +273,9 @@ class Membership:
                 self.changed.notify_all()
             return self.failure
 
-    def _publish(self, event: Event) -> None:
+    def _publish(
+        self, kind: str, worker: WorkerRecord, reason: str = "", use: int = 0
+    ) -> None:
+        event = Event(kind, worker.rank, worker.address, worker.clock, reason, use)
         for call in self.on_event:
             call(event)

@@ -8,54 +8,68 @@ only one that was interrupted is continued from them.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
-import glob
 import json
 import logging
-import math
 import os
-import secrets
 import socket
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
-
-from kerasdist.collectives.row_exchange import Array, octets
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import ProtocolError, SnapshotError
-from kerasdist.parameter_server.channel import read_specs
-from kerasdist.parameter_server.layout import Layout, ServerSettings
+from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
 from kerasdist.parameter_server.membership import Membership, WorkerRecord
 from kerasdist.parameter_server.served_table import ServedTable
 from kerasdist.parameter_server.tables import ServedTables
 from kerasdist.transport import log
+from kerasdist.transport.array_file import read_arrays, remove_parts, write_arrays
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import read_record, to_object
 from kerasdist.transport.memory import close_in_children
 
-# Snapshots of a server's tables on disk.
-#
-#     offset   bytes   field
-#     0        8       b"KDSTSNAP"
-#     8        4       version of this format
-#     12       8       H, the length of the header
-#     20       H       the header, a JSON object; under "arrays" dtypes and shapes
-#     20 + H   ...     the arrays one after the other, nothing in between
-#     end - 4  4       CRC-32 of everything before
-#
-# All integers are big-endian. A snapshot is written to another file in the same folder,
-# synced to the disk, and then renamed: a reader finds the old one or the new one.
+# The content of a snapshot.
 
-_MAGIC = b"KDSTSNAP"
-_VERSION = 1
-_HEAD = struct.Struct("!8sIQ")
-_MOST_HEADER_BYTES = 1 << 28
-_BLOCK_BYTES = 8 << 20
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableRecord:
+    """One table in a snapshot.
+
+    Attributes:
+        variables: Its variables.
+        version: The version of its values.
+        clocks: The clocks of live workers, by rank.
+        applied: See `ServedTable.applied`.
+    """
+
+    variables: tuple[Variable, ...]
+    version: int
+    clocks: Mapping[int, int]
+    applied: Mapping[int, tuple[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotRecord:
+    """A snapshot without its arrays.
+
+    Attributes:
+        job: The server and its settings: only the same job continues from it.
+        tables: The tables, by number.
+        workers: The workers.
+        updates: Number of updates of all tables.
+        seed: See `ServedTables.seed`.
+    """
+
+    job: Any
+    tables: Mapping[int, TableRecord]
+    workers: tuple[WorkerRecord, ...]
+    updates: int
+    seed: int
 
 
 def path_of(folder: str, server: int) -> Path:
@@ -71,63 +85,22 @@ def write_snapshot(
     Args:
         path: The file; its folder is made if it isn't there.
         header: A JSON object.
-        arrays: Arrays of numbers, C-contiguous.
+        arrays: Arrays of numbers.
 
     Raises:
         SnapshotError: It can't be written; the last one is unchanged.
     """
-    specs = [[str(array.dtype.name), list(array.shape)] for array in arrays]
-    text = json.dumps({**header, "arrays": specs}).encode()
-    # The name can't be guessed, and no existing link or file is followed or written
-    # over: other users may write to the folder. Only the owner may read the weights.
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(temporary, flags, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                crc = 0
-                for part in (_HEAD.pack(_MAGIC, _VERSION, len(text)), text):
-                    crc = zlib.crc32(part, crc)
-                    file.write(part)
-                for array in arrays:
-                    crc = _write_array(file, array, crc)
-                file.write(struct.pack("!I", crc))
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-        _sync_folder(path.parent)
+        return write_arrays(path, header, arrays)
     except OSError as error:
-        raise SnapshotError(
-            f"A snapshot can't be written to {path}: {error.strerror or error}. Is "
-            "there room, and may this process write there?"
-        ) from error
-    return size
+        raise _unwritable(path, error) from error
 
 
-def _write_array(file: BinaryIO, array: Array, crc: int) -> int:
-    if not array.size:
-        return crc
-    view = octets(array)
-    for start in range(0, len(view), _BLOCK_BYTES):
-        block = view[start : start + _BLOCK_BYTES]
-        crc = zlib.crc32(block, crc)
-        file.write(block)
-    return crc
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _unwritable(path: Path, error: OSError) -> SnapshotError:
+    return SnapshotError(
+        f"A snapshot can't be written to {path}: {error.strerror or error}. Is there "
+        "room, and may this process write there?"
+    )
 
 
 def read_snapshot(path: Path) -> tuple[dict[str, Any], list[Array]] | None:
@@ -137,59 +110,15 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], list[Array]] | None:
         SnapshotError: It is damaged, or no snapshot of this version.
     """
     try:
-        with path.open("rb") as file:
-            return _read(path, file)
+        return read_arrays(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise SnapshotError(
             f"The snapshot {path} can't be read: {error.strerror or error}."
         ) from error
-
-
-def _read(path: Path, file: BinaryIO) -> tuple[dict[str, Any], list[Array]]:
-    head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size or not head.startswith(_MAGIC):
-        raise _unusable(path, f"it begins with {head[:8]!r}, not with {_MAGIC!r}")
-    _, version, length = _HEAD.unpack(head)
-    if version != _VERSION:
-        raise _unusable(path, f"its format is {version}, expected {_VERSION}")
-    left = os.fstat(file.fileno()).st_size - _HEAD.size - length - 4
-    if length > _MOST_HEADER_BYTES or left < 0:
-        raise _unusable(path, "it is shorter than its header states")
-    text = file.read(length)
-    crc = zlib.crc32(text, zlib.crc32(head))
-    try:
-        header = json.loads(text)
-        specs = read_specs(header.pop("arrays"))
-    except (ValueError, KeyError, AttributeError, TypeError, ProtocolError) as error:
-        raise _unusable(path, f"its header is damaged ({error})") from None
-    dtypes = [np.dtype(name) for name, _ in specs]
-    sizes = [
-        dtype.itemsize * math.prod(shape)
-        for dtype, (_, shape) in zip(dtypes, specs, strict=True)
-    ]
-    if sum(sizes) != left:
-        raise _unusable(path, f"it has {left} bytes of numbers, expected {sum(sizes)}")
-    arrays: list[Array] = []
-    for dtype, (_, shape) in zip(dtypes, specs, strict=True):
-        array = np.empty(shape, dtype)
-        if array.size:
-            view = octets(array)
-            if file.readinto(view) != len(view):  # type: ignore[attr-defined]
-                raise _unusable(path, "it is shorter than its header states")
-            crc = zlib.crc32(view, crc)
-        arrays.append(array)
-    if file.read(4) != struct.pack("!I", crc):
-        raise _unusable(path, "its checksum is wrong")
-    return header, arrays
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove the files that killed writers left; the caller holds the lock."""
-    for file in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        with contextlib.suppress(OSError):
-            file.unlink()
+    except ValueError as error:
+        raise _unusable(path, str(error)) from error
 
 
 def remove_snapshot(path: Path) -> None:
@@ -253,10 +182,7 @@ class SnapshotLock:
                     )
                 time.sleep(_PAUSE_SECONDS)
         except OSError as error:
-            raise SnapshotError(
-                f"A snapshot can't be written to {path}: {error.strerror or error}. Is "
-                "there room, and may this process write there?"
-            ) from error
+            raise _unwritable(path, error) from error
         # A forked child would hold the lock while it runs.
         close_in_children(self)
 
@@ -363,7 +289,7 @@ class Snapshotter:
         """
         self._lock = SnapshotLock(self.path)
         try:
-            remove_leftovers(self.path)
+            remove_parts(self.path)
             return self._resume()
         except BaseException:
             self._lock.release()
@@ -383,13 +309,10 @@ class Snapshotter:
                 "`snapshot_dir`."
             )
         try:
-            self._take(header, arrays)
-        except (KeyError, TypeError, ValueError, IndexError, ProtocolError) as error:
-            raise SnapshotError(
-                f"The snapshot {self.path} can't be used: {type(error).__name__}: "
-                f"{error}. Remove it to start from scratch, or give another "
-                "`snapshot_dir`."
-            ) from error
+            self._take(read_record(header, SnapshotRecord, "Its header"), arrays)
+        except (ValueError, IndexError, ProtocolError) as error:
+            why = f"{type(error).__name__}: {error}".rstrip(".")
+            raise _unusable(self.path, why) from error
         log.log_in_background(
             logging.WARNING,
             "kerasdist: server %d continues from its snapshot %s (%d updates), not "
@@ -407,10 +330,10 @@ class Snapshotter:
             "settings": self._settings.agreed(),
         }
 
-    def _take(self, header: dict[str, Any], arrays: list[Array]) -> None:
+    def _take(self, record: SnapshotRecord, arrays: list[Array]) -> None:
         left = list(arrays)
-        for number, record in header["tables"].items():
-            layout = Layout.from_json(record["variables"], self._servers)
+        for number, table in record.tables.items():
+            layout = Layout(table.variables, self._servers)
             bound = self._settings.max_staleness
             served = ServedTable(layout, self._server, [], bound)
             own = [*served.table.dense, *served.table.rows, *served.table.versions]
@@ -419,30 +342,21 @@ class Snapshotter:
                 if array.shape != mine.shape or array.dtype != mine.dtype:
                     raise ValueError(f"an unexpected array of shape {array.shape}")
                 mine[...] = array
-            served.table.version = int(record["version"])
-            for rank, clock in record["clocks"].items():
-                served.clocks.join(int(rank), int(clock))
-            for rank, (incarnation, clock) in record["applied"].items():
-                served.applied[int(rank)] = (str(incarnation), int(clock))
-                if served.clocks.clock(int(rank)) is not None:
-                    served.clocks.tick(int(rank), int(clock))
-            self._tables.tables[int(number)] = served
-        for record in header["workers"]:
-            state = "away" if record["state"] == "live" else str(record["state"])
-            rank = int(record["rank"])
-            self._membership.workers[rank] = WorkerRecord(
-                rank,
-                str(record["address"]),
-                str(record["incarnation"]),
-                int(record["replicas"]),
-                state,
-                int(record["met"]),
-                int(record["clock"]),
-                returned=True,
+            served.table.version = table.version
+            for rank, clock in table.clocks.items():
+                served.clocks.join(rank, clock)
+            for rank, (incarnation, clock) in table.applied.items():
+                served.applied[rank] = (incarnation, clock)
+                if served.clocks.clock(rank) is not None:
+                    served.clocks.tick(rank, clock)
+            self._tables.tables[number] = served
+        for worker in record.workers:
+            state = "away" if worker.state == "live" else worker.state
+            self._membership.workers[worker.rank] = dataclasses.replace(
+                worker, state=state, returned=True, joining=False, left=0
             )
-        self._tables.updates = int(header["updates"])
-        seed = header.get("board", {}).get("seed", self._tables.seed)
-        self._tables.seed = int(seed)
+        self._tables.updates = record.updates
+        self._tables.seed = record.seed
 
     def start(self) -> None:
         """Begin to write snapshots."""
@@ -505,39 +419,33 @@ class Snapshotter:
         members = self._membership
         with members.changed:
             every = dict(self._tables.tables)
-            clocks = {number: dict(s.clocks.live) for number, s in every.items()}
-            workers = [
-                {
-                    "rank": worker.rank,
-                    "address": worker.address,
-                    "incarnation": worker.incarnation,
-                    "replicas": worker.replicas,
-                    "state": "live" if worker.state == "away" else worker.state,
-                    "met": worker.met,
-                    "clock": worker.clock,
-                }
+            clocks = {number: s.clocks.live for number, s in every.items()}
+            workers = tuple(
+                dataclasses.replace(worker, state="live")
+                if worker.state == "away"
+                else dataclasses.replace(worker)
                 for worker in members.workers
-            ]
+            )
         tables = {}
         arrays: list[Array] = []
         for number, served in every.items():
             with served.lock:
                 arrays += served.whole()
                 arrays += [versions.copy() for versions in served.table.versions]
-                tables[str(number)] = {
-                    "variables": served.layout.to_json(),
-                    "version": served.table.version,
-                    "clocks": {str(r): c for r, c in clocks[number].items()},
-                    "applied": {str(r): list(a) for r, a in served.applied.items()},
-                }
-        header = {
-            "job": self._job(),
-            "tables": tables,
-            "workers": workers,
-            "updates": self._tables.updates,
-            "board": {"seed": self._tables.seed},
-        }
-        size = write_snapshot(self.path, header, arrays)
+                tables[number] = TableRecord(
+                    variables=served.layout.variables,
+                    version=served.table.version,
+                    clocks=clocks[number],
+                    applied=dict(served.applied),
+                )
+        record = SnapshotRecord(
+            job=self._job(),
+            tables=tables,
+            workers=workers,
+            updates=self._tables.updates,
+            seed=self._tables.seed,
+        )
+        size = write_snapshot(self.path, to_object(record), arrays)
         self.written += 1
         return size
 

@@ -18,6 +18,7 @@ holds both, or one of them while it sends or receives.
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 import zlib
@@ -32,8 +33,41 @@ from kerasdist.parameter_server.layout import Layout, ServerSettings
 from kerasdist.parameter_server.membership import Membership, WorkerRecord
 from kerasdist.parameter_server.served_table import Place, ServedTable
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import to_object
 
 Reply = tuple[dict[str, Any], list[Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opened:
+    """The reply to a worker that opens a table, with the present values.
+
+    Attributes:
+        crc: CRC-32 of the values' bytes.
+        version: Their version.
+        clock: The worker's clock.
+    """
+
+    crc: int
+    version: int
+    clock: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TableState:
+    """The state of a table at a read, in the reply with the values.
+
+    Attributes:
+        version: The version of the values.
+        staleness: Steps that the slowest worker was behind.
+        least: The least clock of the live workers.
+        waited: Seconds that the worker waited for slower ones.
+    """
+
+    version: int
+    staleness: int
+    least: int
+    waited: float = 0.0
 
 
 class ServedTables:
@@ -41,7 +75,6 @@ class ServedTables:
 
     Args:
         server: Index of the server.
-        servers: Number of servers.
         settings: The job's settings.
         membership: The workers.
         on_table: Called with the layout of each new table.
@@ -57,7 +90,6 @@ class ServedTables:
     def __init__(
         self,
         server: int,
-        servers: int,
         settings: ServerSettings,
         membership: Membership,
         on_table: Callable[[Layout], None] | None = None,
@@ -70,7 +102,6 @@ class ServedTables:
         # How many of them each worker has asked for.
         self._asked: dict[int, int] = {}
         self._server = server
-        self._servers = servers
         self._max_staleness = settings.max_staleness
         self._membership = membership
         self._on_table = on_table
@@ -81,7 +112,7 @@ class ServedTables:
         self,
         worker: WorkerRecord,
         number: int,
-        variables: Any,
+        layout: Layout,
         parts: Sequence[Array],
         deadline: Deadline,
         *,
@@ -92,7 +123,7 @@ class ServedTables:
         Args:
             worker: The worker.
             number: The table's number: all workers open theirs in one order, from 0.
-            variables: `Layout.to_json` of its layout.
+            layout: The worker's layout of it.
             parts: The first values (`Layout.cut`), if it `has_values`. They count only
                 if the table is new.
             deadline: When to give up waiting for a worker that has values.
@@ -100,13 +131,12 @@ class ServedTables:
                 all open the table together.
 
         Returns:
-            The present values, with "crc" (of their bytes), "version" and "clock".
+            `Opened`, and the present values.
 
         Raises:
             CollectiveError: The job's failure; workers have different models.
         """
         members = self._membership
-        layout = Layout.from_json(variables, self._servers)
         made = None
         with members.changed:
             self._check(worker)
@@ -166,7 +196,8 @@ class ServedTables:
         crc = 0
         for array in values:
             crc = zlib.crc32(octets(array), crc)
-        return {"crc": crc, "version": version, "clock": clock}, values
+        opened = Opened(crc=crc, version=version, clock=clock or 0)
+        return to_object(opened), values
 
     def first_value(
         self, worker: WorkerRecord, number: int, value: Array
@@ -269,13 +300,8 @@ class ServedTables:
             served.clocks.observe(worker.rank, staleness)
         if not at_once:
             version, answer = served.read(since, place)
-        meta = {
-            "version": version,
-            "staleness": staleness,
-            "least": least,
-            "waited": 0.0 if at_once else time.monotonic() - began,
-        }
-        return meta, answer
+        waited = 0.0 if at_once else time.monotonic() - began
+        return to_object(TableState(version, staleness, least, waited)), answer
 
     def pull(
         self, worker: WorkerRecord, number: int, since: int, place: Place
@@ -290,13 +316,7 @@ class ServedTables:
             least = served.clocks.least
             staleness = served.clocks.staleness(worker.rank, worker.clock)
         version, answer = served.read(since, place)
-        meta = {
-            "version": version,
-            "staleness": staleness,
-            "least": least,
-            "waited": 0.0,
-        }
-        return meta, answer
+        return to_object(TableState(version, staleness, least)), answer
 
     def stats(self) -> list[dict[str, Any]]:
         """Return statistics of each table, as JSON values."""
@@ -332,9 +352,9 @@ class ServedTables:
         for served in self.tables.values():
             served.clocks.drop(rank)
 
-    def clocks_of(self, rank: int) -> dict[str, int]:
+    def clocks_of(self, rank: int) -> dict[int, int]:
         """Return a worker's clock in each table that it uses."""
-        found = {str(n): served.clocks.clock(rank) for n, served in self.tables.items()}
+        found = {n: served.clocks.clock(rank) for n, served in self.tables.items()}
         return {number: clock for number, clock in found.items() if clock is not None}
 
     def return_at(self, rank: int, clocks: Mapping[int, int]) -> None:

@@ -16,7 +16,7 @@ from kerasdist.parameter_server import (
     ServerSettings,
     connect_servers,
 )
-from kerasdist.parameter_server.elastic.link import ServerLink
+from kerasdist.parameter_server.elastic_link import ServerLink
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.devices import check_devices

@@ -17,6 +17,11 @@ from kerasdist.placement.plan import Plan
 from kerasdist.strategies import native_communicator
 from kerasdist.strategies.cluster_resolver import given_cluster
 from kerasdist.strategies.devices import check_devices
+from kerasdist.strategies.local_steps import (
+    LocalExtended,
+    LocalSteps,
+    local_steps_of,
+)
 from kerasdist.strategies.local_sums import (
     check_reduction,
     make_device_ops,
@@ -107,6 +112,11 @@ class RingStrategy(DataParallelStrategy):
             (`kerasdist.PowerSGD`) and "topk" (`kerasdist.TopK`) send a small part,
             and keep the rest for the next step. All workers still end with the same
             bits, but no longer with those of one process.
+        local_steps: The number of steps that each worker takes by itself in `fit` and
+            `train_on_batch` before all average their weights, or
+            `kerasdist.LocalSteps`, which may have an outer optimizer (DiLoCo). Nothing
+            else is sent within an epoch; at its end all have the same weights. Numbers
+            aren't those of one process. By default gradients are summed in each step.
         local_reduction: Where a worker's replicas are added: "device": on their
             devices, by TensorFlow's collectives inside of this process, which are
             NCCL's on GPUs; "host": in host memory; "auto": on GPUs if there are
@@ -164,6 +174,7 @@ class RingStrategy(DataParallelStrategy):
         data: str = "auto",
         bucket_size: int = 25_000_000,
         compression: str | Compressor | None = None,
+        local_steps: int | LocalSteps | None = None,
         local_reduction: str = "auto",
         placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
@@ -184,6 +195,7 @@ class RingStrategy(DataParallelStrategy):
             collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
         )
         check_reduction(local_reduction)
+        local = local_steps_of(local_steps)
         in_use = _tf.in_use()
         check_micro_batches(micro_batches)
         placer = None
@@ -228,6 +240,8 @@ class RingStrategy(DataParallelStrategy):
         bounds = elasticity(
             elastic, min_workers, place.size, start_workers=start_workers
         )
+        if local is not None:
+            _refuse_with_local_steps(local, bounds is not None, placement, compression)
         on_devices = placer is None and sums_on_devices(local_reduction, names)
         if bounds is not None:
             _refuse_with_elastic(
@@ -283,6 +297,9 @@ class RingStrategy(DataParallelStrategy):
                 extended = functools.partial(extended, make_ops=make_native_ops)
             elif on_devices:
                 extended = functools.partial(extended, make_ops=make_device_ops)
+            if local is not None:
+                made = getattr(extended, "keywords", {})
+                extended = functools.partial(LocalExtended, local_steps=local, **made)
             super().__init__(place, names, job, options, extended)
             return
         report(
@@ -334,6 +351,28 @@ class RingStrategy(DataParallelStrategy):
         """
         placer = self.extended.kerasdist.placer
         return PlacementReport(steps={} if placer is None else dict(placer.steps))
+
+
+def _refuse_with_local_steps(
+    local: LocalSteps, is_elastic: bool, placement: Any, compression: Any
+) -> None:
+    """Refuse what has no meaning, or no sense, with local steps.
+
+    Raises:
+        ValueError: One of the arguments is of that kind.
+    """
+    reason = None
+    if is_elastic:
+        reason = "elastic=True: a lost worker would take its steps along"
+    elif placement is not None:
+        reason = "a placement, whose micro-batches are of one step"
+    elif compression is not None:
+        reason = f"compression={compression!r}: no gradients are sent"
+    if reason is not None:
+        raise ValueError(
+            f"Local steps aren't possible with every option. Received: "
+            f"local_steps={local!r} with {reason}. Leave one of them out."
+        )
 
 
 def _refuse_with_elastic(

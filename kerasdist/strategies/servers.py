@@ -22,7 +22,7 @@ from kerasdist.compression import Compressor, compressor_of
 from kerasdist.errors import ClusterError, ServerLost, StartupError
 from kerasdist.parameter_server import Event, ServerClient, ServerSettings
 from kerasdist.parameter_server.client.client import TRANSPORTS
-from kerasdist.parameter_server.elastic.server import run_elastic_server
+from kerasdist.parameter_server.elastic_server import run_elastic_server
 from kerasdist.parameter_server.layout import MODES
 from kerasdist.parameter_server.server.server import run_server
 from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
@@ -149,7 +149,7 @@ def check_arguments(
     )
     if mode == "async" and compression is not None:
         raise ValueError(
-            "With mode='async' weights cross the network: 16 bits are too few. "
+            "With mode='async' weights cross the network, and not gradients. "
             f"Received: compression={compression!r}. Leave it out, or use "
             "mode='sync'."
         )

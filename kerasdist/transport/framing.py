@@ -29,16 +29,21 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
+import math
 import socket
 import struct
-from typing import Any
+import types
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.deadline import Deadline
 
 MAGIC = b"KDST"
-VERSION = 6
+VERSION = 7
 MAX_CONTROL = 1 << 20
 _HEADER = struct.Struct("!4sBBHQBBBxIQQ")
 HEADER_BYTES = _HEADER.size
@@ -272,3 +277,130 @@ def to_json(payload: bytes) -> dict[str, Any]:
             f"A control frame isn't a JSON object. Received: {type(value).__name__}."
         )
     return value
+
+
+# Records (dataclasses and named tuples) as JSON, checked field by field when read.
+#
+# A record inside another one is a list of its fields, which is short. A message that is
+# one record is an object with the fields' names, so that it can have others beside
+# them: a hello has those by which the listener assigns it. Both forms can be read.
+
+_Record = TypeVar("_Record")
+# No number in a message is larger; -1 stands for none.
+_MOST = 1 << 62
+# A number that can't be -1.
+Count = Annotated[int, 0]
+
+
+class _WrongField(ValueError):
+    """A field doesn't have its type; the text begins with its name."""
+
+
+def to_plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value):
+        return [to_plain(getattr(value, f.name)) for f in dataclasses.fields(value)]
+    if isinstance(value, frozenset):
+        return [to_plain(each) for each in sorted(value)]
+    if isinstance(value, (tuple, list)):
+        return [to_plain(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each) for key, each in value.items()}
+    return value
+
+
+def to_object(record: Any) -> dict[str, Any]:
+    """Return a dataclass as a JSON object with its fields' names."""
+    names = [field.name for field in dataclasses.fields(record)]
+    return {name: to_plain(getattr(record, name)) for name in names}
+
+
+def read_record(value: Any, kind: type[_Record], what: str) -> _Record:
+    """Return the record that `to_object` or `to_plain` was given.
+
+    Args:
+        value: A JSON value.
+        kind: The record's type.
+        what: Its name in a message: "A hello".
+
+    Raises:
+        ProtocolError: It isn't of that type.
+    """
+    try:
+        record: _Record = from_plain(value, kind)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"{what} is damaged. Received: {error!s:.500}.") from None
+    return record
+
+
+def from_plain(value: Any, kind: Any) -> Any:
+    """Return the value of a type that `to_plain` was given.
+
+    Raises:
+        TypeError, ValueError: It isn't of that type.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else from_plain(value, args[0])
+    if origin is Annotated:
+        if from_plain(value, args[0]) >= args[1]:
+            return value
+    elif origin is typing.Literal or kind in (int, bool, str, float):
+        if _is_plain(value, kind, args):
+            return value
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        if isinstance(value, str) and value in kind.__members__:
+            return kind[value]
+    elif origin in (dict, Mapping):
+        if isinstance(value, dict):
+            key = int if args[0] is int else str
+            return {key(k): from_plain(each, args[1]) for k, each in value.items()}
+    elif origin is frozenset or (origin is tuple and args[1:] == (...,)):
+        if isinstance(value, list):
+            return origin(from_plain(each, args[0]) for each in value)
+    elif origin is tuple:
+        if isinstance(value, list) and len(value) == len(args):
+            return tuple(from_plain(*pair) for pair in zip(value, args, strict=True))
+    elif isinstance(value, dict):
+        names = _fields(kind)
+        if typing.is_typeddict(kind):
+            return _read_fields(kind, {name: value.get(name, ...) for name in names})
+        given = {name: value[name] for name in names if name in value}
+        return kind(**_read_fields(kind, given))
+    elif isinstance(value, list) and not typing.is_typeddict(kind):
+        # With a length that differs it raises ValueError.
+        given = dict(zip(_fields(kind), value, strict=True))
+        return kind(**_read_fields(kind, given))
+    raise ValueError(f"{value!r:.100}")
+
+
+def _is_plain(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
+    if kind is int:
+        return type(value) is int and -1 <= value < _MOST
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind or (isinstance(value, str) and value in args)
+
+
+def _read_fields(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, value in given.items():
+        if value is ...:
+            raise _WrongField(f"{name} is missing")
+        try:
+            found[name] = from_plain(value, _fields(kind)[name])
+        except _WrongField as error:
+            raise _WrongField(f"{name}.{error}") from None
+        except ValueError:
+            raise _WrongField(f"{name}={value!r:.100}") from None
+    return found
+
+
+@functools.cache
+def _fields(kind: Any) -> dict[str, Any]:
+    """Return the types of a record's fields, in order."""
+    return typing.get_type_hints(kind, include_extras=True)

@@ -142,6 +142,11 @@ BENCHMARKS = {
         ["--models", "cnn", "--columns", "plain", "two workers"],
         lambda r: [len(turn) for turn in r["cnn"]["two workers"]] == [2, 2],
     ),
+    "compression": (
+        [],
+        lambda r: len(r["rows"]) == 1 and 0 < r["sent"]["factors"] < 16e6,
+    ),
+    "local_steps": ([], lambda r: len(r["rows"]) == 1),
     "overlap": (
         [],
         lambda r: (
@@ -197,7 +202,11 @@ BENCHMARKS = {
 
 
 def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    hosts = [pytest.mark.netns] if name in ("wire", "overlap") else []
+    hosts = (
+        [pytest.mark.netns]
+        if name in ("wire", "overlap", "compression", "local_steps")
+        else []
+    )
     return hosts if name in ("growth", "wire") else [*hosts, pytest.mark.soak]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.parameter_server.membership import Event, Membership, WorkerRecord
+from kerasdist.transport.framing import read_record, to_object
 
 
 def crew_of(size, mode):
@@ -61,6 +62,6 @@ def test_it_is_over_when_all_have_finished_or_are_lost():
 
 def test_events_travel():
     event = Event("lost", 1, "host1:1", 7, "it was killed")
-    assert Event.from_json(event.to_json()) == event
+    assert read_record(to_object(event), Event, "An event") == event
     with pytest.raises(errors.ProtocolError, match=r"^An event is damaged"):
-        Event.from_json({"kind": "lost"})
+        read_record({"kind": "lost"}, Event, "An event")

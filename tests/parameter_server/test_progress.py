@@ -1,4 +1,4 @@
-"""A worker's progress comes out of a message as it went in, and damage isn't fatal."""
+"""A worker's progress comes out of a message as it went in; damage is refused."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 
 import pytest
 
+from kerasdist.errors import ProtocolError
 from kerasdist.parameter_server.membership import WorkerProgress
+from kerasdist.transport.framing import read_record, to_object
 
 
 def test_through_a_message():
     sent = WorkerProgress(
         met=7, clocks={0: 3, 1: 4}, claims={2: (5, (6, 8))}, joining=True
     )
-    received = WorkerProgress.from_json(json.loads(json.dumps(sent.to_json())))
+    received = read_record(
+        json.loads(json.dumps(to_object(sent))), WorkerProgress, "A hello"
+    )
     assert (received.met, received.clocks, received.joining) == (7, {0: 3, 1: 4}, True)
-    assert received.claims == {2: (5, [6, 8])}
+    assert received.claims == {2: (5, (6, 8))}
 
 
 @pytest.mark.parametrize(
@@ -29,5 +33,6 @@ def test_through_a_message():
         {"clocks": {"0": 1e999}, "claims": {"1": [None, []]}},
     ],
 )
-def test_what_is_damaged_counts_as_missing(value):
-    assert WorkerProgress.from_json(value) == WorkerProgress()
+def test_what_is_damaged_is_refused(value):
+    with pytest.raises(ProtocolError, match=r"^A hello is damaged\. Received: "):
+        read_record(value, WorkerProgress, "A hello")

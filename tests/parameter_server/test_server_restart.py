@@ -18,7 +18,7 @@ def work(client, table):
     say("GOING")
     begun = time.monotonic()
     # Long enough for a server to be killed and to come back.
-    while client.generation(client.servers - 1) == 0:
+    while client.connections[client.servers - 1].generation == 0:
         pulled = steps(table, 1)
         if time.monotonic() - begun > 40:
             raise errors.CollectiveError("the server never came back")
@@ -76,7 +76,7 @@ def test_a_collective_that_was_under_way_is_done_by_the_restarted_server(tmp_pat
         steps(table, 5)
         say("GOING")
         if client.rank == 1:
-            while client.generation(0) == 0:
+            while client.connections[0].generation == 0:
                 time.sleep(0.01)
         (total,) = client.communicator.all_reduce([np.full(3, client.rank + 1.0)])
         client.communicator.barrier()

@@ -26,8 +26,8 @@ from kerasdist.cluster import resolve
 from kerasdist.collectives.elastic.connect import connect_elastic
 from kerasdist.collectives.elastic.termination import end_process
 from kerasdist.parameter_server import ServerSettings
-from kerasdist.parameter_server.elastic.link import ServerLink
-from kerasdist.parameter_server.elastic.server import ElasticServer
+from kerasdist.parameter_server.elastic_link import ServerLink
+from kerasdist.parameter_server.elastic_server import ElasticServer
 from kerasdist.transport import Timeouts
 
 options = json.loads(sys.argv[1])

@@ -251,6 +251,8 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
         found, result = step.read_metrics(read)
     if hooks.workers.replicas == 1:
         return result
+    if hooks.local is not None and current.fitting and not current.evaluating:
+        hooks.local.end_epoch(trainer)
     hooks.consensus.average(statistics)
     flush_accumulators(hooks, trainer)
     if current.fitting and not current.evaluating:
@@ -493,6 +495,8 @@ def on_chief_only(
     ):
         if hooks.dynamic is not None:
             return hooks.dynamic.evaluate(call, retrace)
+        if hooks.local is not None:
+            hooks.local.end_epoch(trainer)
         result = repeated(hooks.elastic, lambda: call(False))
         if elastic is not None and original.__name__ == "evaluate":
             calls_of(hooks, elastic).finish("evaluate", hooks, plain(result))
@@ -541,4 +545,6 @@ def _start_line(hooks: KerasHooks, trainer: Any) -> str:
         parts.append(f"learning rate {rate:g}")
     except (AttributeError, TypeError, ValueError):
         pass
+    if hooks.gradients.words:
+        parts.append(hooks.gradients.words)
     return "kerasdist: " + ", ".join(parts)

@@ -488,6 +488,9 @@ def apply(
         # and sums last: its accumulators hold values of the size of one replica's,
         # so here they hold the mean of the replicas.
         scale, share = replicas, tf.constant(1 / replicas)
+    elif hooks.local is not None and current.rows is not None:
+        # A worker without rows moves by its momentum alone.
+        share = tf.cast(current.rows > 0, tf.float32)
     taken = current.taken
     kinds = [RAW if g is None or taken is None else taken.kind_of(g) for g in grads]
     window = (

@@ -142,9 +142,17 @@ def make_function(
 
     last, training = keeping(step_function), current.training
     elastic: ElasticStep | None = None
+    local = hooks.local if training else None
 
     def counted(data: Any) -> Any:
         data, rows, total = hooks.data.split(data)
+        if local is None:
+            return own_step(data, rows, total, divided=hooks.workers.replicas > 1)
+        divided = hooks.workers.replicas > 1
+        with local.step(rows):
+            return own_step(data, rows, None, divided=divided)
+
+    def own_step(data: Any, rows: Any, total: Any, *, divided: bool) -> Any:
         updates = None if elastic is None else elastic.late_updates()
         late = None if updates is None else updates.add
         taking: dict[str, Any] = {}
@@ -154,7 +162,7 @@ def make_function(
                 "direct": are_unseen(trainer),
                 "state": StepState(trainer, hooks, rows, training=training),
             }
-        if hooks.workers.replicas == 1 or (tf.get_static_value(rows) or 0) > 0:
+        if not divided or (tf.get_static_value(rows) or 0) > 0:
             with current.of(hooks, rows, total), setting(late=late, **taking):
                 logs = step_function(data)
                 if last is not None and hooks.workers.replicas > 1:
@@ -244,7 +252,12 @@ def make_function(
 
     def call(iterator: Any) -> Any:
         with translating(hooks), inside():
-            return calls(iterator)
+            if local is None:
+                return calls(iterator)
+            local.begin_steps(trainer)
+            logs = calls(iterator)
+            local.end_steps(trainer)
+            return logs
 
     if last is not None:
         LAST_LOGS.set(call, last)

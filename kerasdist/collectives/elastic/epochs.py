@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import functools
 import json
-import types
 import typing
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -19,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kerasdist.errors import ProtocolError
-from kerasdist.transport.framing import MAX_CONTROL, to_json
+from kerasdist.transport.framing import MAX_CONTROL, read_record, to_json, to_plain
 
 # Epochs of membership, and the rules by which the members of one decide the next.
 #
@@ -519,7 +517,7 @@ _LEVEL = 1
 
 def encode(message: Message) -> bytes:
     """Return a message as bytes."""
-    value = {"kind": type(message).__name__, "fields": _plain(message)}
+    value = {"kind": type(message).__name__, "fields": to_plain(message)}
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), _LEVEL)
 
 
@@ -541,12 +539,9 @@ def decode(payload: bytes, tasks: Collection[int] | None = None) -> Message:
             "A message about membership is of no known kind. "
             f"Received: {str(value.get('kind'))[:50]!r}."
         )
-    try:
-        message: Message = _typed(value.get("fields"), kind)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ProtocolError(
-            f"A message about membership is damaged: {str(error)[:200]}."
-        ) from None
+    message: Message = read_record(
+        value.get("fields"), kind, "A message about membership"
+    )
     unknown = {each.id for each in _members(message)} - {*(tasks or ())}
     if tasks is not None and unknown:
         raise ProtocolError(
@@ -588,52 +583,3 @@ def _expanded(payload: bytes) -> bytes:
             f"{MAX_CONTROL}."
         )
     return text
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: records as lists of their fields."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, f.name)) for f in dataclasses.fields(value)]
-    if isinstance(value, frozenset):
-        return [_plain(each) for each in sorted(value)]
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return value
-
-
-def _typed(value: Any, kind: Any) -> Any:
-    """Return the value of a type that `_plain` was given.
-
-    Raises:
-        TypeError, ValueError: It isn't of that type.
-    """
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return None if value is None else _typed(value, args[0])
-    if kind in (int, bool):
-        if type(value) is not kind or (kind is int and not -1 <= value < 1 << 62):
-            raise ValueError(f"expected {kind.__name__}, received {value!r}")
-        return value
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if not isinstance(value, str) or value not in kind.__members__:
-            raise ValueError(f"expected {kind.__name__}, received {value!r}")
-        return kind[value]
-    if not isinstance(value, list):
-        raise ValueError(f"expected a list, received {type(value).__name__}")
-    if origin is frozenset:
-        return frozenset(_typed(each, args[0]) for each in value)
-    if origin is tuple and args[1:] == (...,):
-        return tuple(_typed(each, args[0]) for each in value)
-    expected = args if origin is tuple else _fields(kind)
-    if len(value) != len(expected):
-        raise ValueError(f"expected {len(expected)} fields, received {len(value)}")
-    parts = tuple(_typed(*pair) for pair in zip(value, expected, strict=True))
-    return parts if origin is tuple else kind(*parts)
-
-
-@functools.cache
-def _fields(kind: type[Any]) -> tuple[Any, ...]:
-    """Return the types of a record's fields, in order."""
-    return tuple(typing.get_type_hints(kind).values())

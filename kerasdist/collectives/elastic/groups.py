@@ -23,7 +23,7 @@ from kerasdist.transport.liveness.announcements import Announcements
 #
 # An elastic job uses one `Link` for all of its epochs. `WorkerLink` connects the
 # members as those of any other job; servers have a link of their own
-# (`kerasdist.parameter_server.elastic`).
+# (`kerasdist.parameter_server.elastic_link`).
 
 # Seconds of silence after which a process is lost, at most.
 _MOST_HEARTBEAT = 5.0

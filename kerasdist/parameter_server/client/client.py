@@ -10,10 +10,8 @@ client.close()
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,132 +21,40 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.parameter_server.channel import Message
-from kerasdist.parameter_server.client.network import Roster, ServerConnections
 from kerasdist.parameter_server.client.remote_table import RemoteTable
 from kerasdist.parameter_server.client.server_communicator import (
-    Build,
     ServerCommunicator,
-    ServerJob,
 )
+from kerasdist.parameter_server.client.server_job import Build, ServerJob
 from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
-from kerasdist.parameter_server.membership import Event, WorkerProgress
-from kerasdist.parameter_server.server.handler import REMEMBERED, Goodbye
-from kerasdist.transport.base import Peer
+from kerasdist.parameter_server.membership import (
+    Event,
+    Goodbye,
+    ServerRoster,
+    WorkerProgress,
+)
+from kerasdist.parameter_server.server.handler import (
+    REMEMBERED,
+    Claim,
+    First,
+    Stats,
+    request_of,
+)
 from kerasdist.transport.deadline import Timeouts
-from kerasdist.transport.framing import Call, FrameType, to_json, unexpected
+from kerasdist.transport.framing import (
+    FrameType,
+    read_record,
+    to_json,
+    unexpected,
+)
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.liveness.failure_protocol import decode
+from kerasdist.transport.liveness.failure_protocol import decode, encode
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
-
-# Control requests: a worker's requests to server 0 besides gradients and weights.
-#
-# It assigns batches, and keeps first values; each server has statistics of its own.
-
-
-class ControlRequests(ServerJob):
-    """The control requests of a worker's client."""
-
-    def __init__(self) -> None:
-        # By dataset: the epoch, and this worker's last claims in it.
-        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
-        # Number of variables that steps have created.
-        self._created = 0
-
-    @property
-    def claims(self) -> Mapping[int, tuple[int, Sequence[int]]]:
-        """This worker's last claims, for a restarted server."""
-        # Not the dictionary itself: another thread may claim from another server.
-        return dict(self._claims)
-
-    def claim(
-        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
-    ) -> int | None:
-        """Get the next number of a queue: each is assigned to one worker only.
-
-        Args:
-            dataset: Number of the dataset, the same on all workers.
-            epoch: Number of its epoch: it only increases, and has a queue of its own.
-            limit: Length of the queue; None: it's endless.
-            last: The last one that this worker got of this queue, or -1; `END` ends the
-                queue for all.
-
-        Returns:
-            The number, from 0; None: there are none left.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        meta = {
-            "do": "claim",
-            "dataset": dataset,
-            "epoch": epoch,
-            "limit": -1 if limit is None else limit,
-            "last": last,
-        }
-        with self.calling("claiming a batch"):
-            number = int(self.request("claiming a batch", meta)["number"])
-            if number < 0:
-                return None
-            present, before = self._claims.get(dataset, (epoch, ()))
-            kept = before[1 - REMEMBERED :] if present == epoch else ()
-            self._claims[dataset] = epoch, (*kept, number)
-        return number
-
-    def first_value(self, value: Array) -> Array:
-        """Return the first value of a variable that a step creates: any worker's.
-
-        Workers don't wait for each other. All create such variables in one order.
-
-        Args:
-            value: This worker's value, of a numeric dtype.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        meta = {"do": "first", "number": self._created}
-        request = Message(FrameType.REQUEST, Call(0), meta, (value,))
-        others: list[Build | None] = [None] * (self.servers - 1)
-        with self.calling("creating a variable"):
-            self._created += 1
-            reply = self.request_all([lambda _: request, *others])[0]
-            return np.array(reply.arrays[0]) if reply.arrays else value
-
-    def request(self, what: str, meta: dict[str, Any]) -> dict[str, Any]:
-        """Send server 0 a request without arrays; return the reply's JSON object.
-
-        Args:
-            what: In words, for messages.
-            meta: The request.
-
-        Raises:
-            CollectiveError: See `kerasdist.errors`.
-        """
-        request = Message(FrameType.REQUEST, Call(0), meta, ())
-        with self.calling(what):
-            others: list[Build | None] = [None] * (self.servers - 1)
-            return dict(self.request_all([lambda _: request, *others])[0].meta)
-
-    def stats(self) -> list[dict[str, Any]]:
-        """Return each server's statistics of its tables and workers.
-
-        Returns:
-            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
-            rank and "observed": by rank the number of its reads by staleness),
-            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
-        """
-        request = Message(FrameType.REQUEST, Call(0), {"do": "stats"}, ())
-        with self.calling("a request for statistics"):
-            replies = self.request_all([lambda _: request] * self.servers)
-            return [dict(reply.meta) for reply in replies]
-
 
 TRANSPORTS = ("auto", "tcp")
 
-# How long one thread waits, in seconds, for another that reports a failure.
-_REPORTING_SECONDS = 5.0
 
-
-class ServerClient(ControlRequests):
+class ServerClient(ServerJob):
     """All servers of a job, as one worker sees them. Made by `connect_servers`.
 
     Calls of several threads are executed one after the other. After an exception of
@@ -181,35 +87,20 @@ class ServerClient(ControlRequests):
         on_event: Callable[[Event], None] | None = None,
         on_failure: Callable[[errors.CollectiveError], None] | None = None,
     ) -> None:
-        super().__init__()
-        self.cluster = cluster
-        self.settings = settings
-        self.timeouts = timeouts
+        super().__init__(cluster, settings, timeouts, on_failure)
+        # By dataset: the epoch, and this worker's last claims in it.
+        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
+        # Number of variables that steps have created.
+        self._created = 0
         self.replicas: tuple[int, ...] = (1,)
         self.joined = self.joining = False
         self.seed = 0
         self.events: list[Event] = []
         self.tables: list[RemoteTable] = []
-        self.use = 1
         self.fits = self.datasets = 0
-        self._uses = {1}
-        self.rank = cluster.rank or 0
-        addresses = cluster.workers or ("this process",)
-        self.peers = tuple(Peer(r, address) for r, address in enumerate(addresses))
         self._on_event = on_event
-        self._on_failure = on_failure
-        self._changed = threading.Condition()
-        self._failure: errors.CollectiveError | None = None
-        # The same while a thread reports it, and that thread.
-        self._failing: errors.CollectiveError | None = None
-        self._reporting: int | None = None
-        self._closed = False
         self._started = False
-        self._met = 0
-        self._step = 0
-        self._calls = threading.RLock()
         self._heartbeat: Heartbeat | None = None
-        self.connections = ServerConnections(self.check)
         self.communicator: ServerCommunicator
         self._announcements = Announcements(
             self.rank,
@@ -236,7 +127,7 @@ class ServerClient(ControlRequests):
         )
         return self._heartbeat
 
-    def start(self, roster: Roster) -> None:
+    def start(self, roster: ServerRoster) -> None:
         """Begin with the first server's roster, when all have admitted this worker."""
         self.replicas = roster.replicas
         self.joined = roster.joined
@@ -251,11 +142,6 @@ class ServerClient(ControlRequests):
     def announcements(self) -> Announcements | None:
         """The chief's announcements, through server 0; None for one worker."""
         return self._announcements if len(self.peers) > 1 else None
-
-    @property
-    def servers(self) -> int:
-        """See `ServerJob.servers`."""
-        return len(self.connections)
 
     def open_table(
         self,
@@ -295,144 +181,97 @@ class ServerClient(ControlRequests):
         self._met = met
         self.communicator.enter(met, ranks)
 
-    # For tables and the communicator.
-
-    @contextlib.contextmanager
-    def calling(self, what: str) -> Iterator[None]:
-        """See `ServerJob.calling`."""
-        with self._calls:
-            self.check()
-            try:
-                yield
-            except (errors.KerasDistError, ValueError, TypeError):
-                raise
-            except BaseException as error:
-                # Ctrl-C during a message, or a bug.
-                here = self.peers[self.rank]
-                reason = f"it left {what} with {type(error).__name__}: {error}"
-                self.fail(
-                    errors.WorkerLost(
-                        *(here.rank, here.address, self.step, reason.rstrip(". \n")),
-                        others_go_on=self.settings.mode == "async",
-                    )
-                )
-                raise
-
-    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """See `ServerJob.request_all`."""
-        return self.connections.request_all(builds)
-
-    def check(self) -> None:
-        """See `ServerJob.check`."""
-        if self._failure is not None:
-            raise copy_to_raise(self._failure)
-        if self._closed or not self._uses:
-            raise errors.TransportClosed(
-                "The connection to the parameter servers is closed. Create a new "
-                "strategy to continue."
-            )
-
-    def generation(self, server: int) -> int:
-        """See `ServerJob.generation`."""
-        return self.connections[server].generation
-
-    def note_met(self, call: Call, answers: Sequence[Message]) -> None:
-        """See `ServerJob.note_met`."""
-        self._met = max(self._met, call.sequence)
-        for answer in answers:
-            clocks = answer.meta.get("clocks")
-            if not isinstance(clocks, dict):
-                continue
-            for number, clock in clocks.items():
-                if int(number) < len(self.tables):
-                    table = self.tables[int(number)]
-                    table.clock = max(table.clock, int(clock))
-
-    @property
-    def step(self) -> int:
-        """The step that messages name."""
-        return max([self._step, *(table.clock for table in self.tables)])
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._step = value
-
-    # See `ServerJob`.
-
-    @property
-    def failure(self) -> errors.CollectiveError | None:
-        """The error that ended this worker's part in the job, or None."""
-        return self._failure
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
     def progress(self) -> WorkerProgress:
-        """See `ServerJob.progress`."""
+        """Return this worker's progress, for a restarted server."""
         return WorkerProgress(
             met=self._met,
-            clocks={table.number: table.clock for table in self.tables},
-            claims=self.claims,
+            clocks=dict(self.clocks),
+            # Not the dictionary itself: another thread may claim from another server.
+            claims=dict(self._claims),
             joining=self.joining,
         )
 
-    def await_failure(self, seconds: float) -> errors.CollectiveError | None:
-        """See `ServerJob.await_failure`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure is not None or self._closed, seconds
-            )
-            return self._failure
+    # Requests to server 0 besides gradients and weights: it assigns batches, and keeps
+    # first values. Each server has statistics of its own.
 
-    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
-        """End all waits of this worker, inform the servers; return the first failure.
-
-        Safe from any thread.
-        """
-        if isinstance(error, errors.WorkerLost) and self.settings.mode == "sync":
-            # A server that hasn't summed anything doesn't know the step.
-            step = max(error.step, self.step)
-            error = errors.WorkerLost(error.rank, error.host, step, error.reason)
-        with self._changed:
-            # A server in this process may reply to the goodbye in the same thread.
-            if self._failing is not None and self._reporting != threading.get_ident():
-                self._changed.wait_for(
-                    lambda: self._failure is not None, _REPORTING_SECONDS
-                )
-            if self._failing is not None:
-                return self._failure or self._failing
-            self._failing, self._reporting = error, threading.get_ident()
-        # First the launcher and the servers: once the failure is set another thread may
-        # end the process, and a server that doesn't know why would name this worker.
-        try:
-            if self._on_failure is not None:
-                self._on_failure(error)
-            here = self.peers[self.rank]
-            why = f"{type(error).__name__}: {error}"[:300].rstrip(". ")
-            goodbye = Goodbye(f"it gave up at step {self.step} ({why})", True, error)
-            if isinstance(error, errors.WorkerLost) and error.rank == here.rank:
-                goodbye.reason = error.reason
-            self.connections.send_goodbye(goodbye)
-        finally:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-            self.connections.abort()
-        return error
-
-    def abandon(self, error: errors.CollectiveError) -> None:
-        """End all waits of this worker at once; servers aren't informed. Doesn't wait.
+    def claim(
+        self, dataset: int, epoch: int, *, limit: int | None = None, last: int = -1
+    ) -> int | None:
+        """Get the next number of a queue: each is assigned to one worker only.
 
         Args:
-            error: The failure from now on, if there is none yet.
+            dataset: Number of the dataset, the same on all workers.
+            epoch: Number of its epoch: it only increases, and has a queue of its own.
+            limit: Length of the queue; None: it's endless.
+            last: The last one that this worker got of this queue, or -1; `END` ends the
+                queue for all.
+
+        Returns:
+            The number, from 0; None: there are none left.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
         """
-        with self._changed:
-            self._failing = self._failing or error
-            self._failure = self._failure or self._failing
-            self._changed.notify_all()
-        self.connections.abort()
+        claim = Claim(
+            dataset=dataset,
+            epoch=epoch,
+            limit=-1 if limit is None else limit,
+            last=last,
+        )
+        with self.calling("claiming a batch"):
+            number = int(self.request("claiming a batch", claim).meta["number"])
+            if number < 0:
+                return None
+            present, before = self._claims.get(dataset, (epoch, ()))
+            kept = before[1 - REMEMBERED :] if present == epoch else ()
+            self._claims[dataset] = epoch, (*kept, number)
+        return number
+
+    def first_value(self, value: Array) -> Array:
+        """Return the first value of a variable that a step creates: any worker's.
+
+        Workers don't wait for each other. All create such variables in one order.
+
+        Args:
+            value: This worker's value, of a numeric dtype.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        first = First(number=self._created)
+        with self.calling("creating a variable"):
+            self._created += 1
+            reply = self.request("creating a variable", first, (value,))
+            return np.array(reply.arrays[0]) if reply.arrays else value
+
+    def request(self, what: str, record: Any, arrays: Sequence[Array] = ()) -> Message:
+        """Send server 0 a request; return the reply.
+
+        Args:
+            what: In words, for messages.
+            record: The request.
+            arrays: Its arrays.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`.
+        """
+        request = request_of(record, arrays)
+        with self.calling(what):
+            others: list[Build | None] = [None] * (self.servers - 1)
+            return self.connections.request_all([lambda _: request, *others])[0]
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return each server's statistics of its tables and workers.
+
+        Returns:
+            A dictionary per server: "tables" (each with "bytes", "version", "clocks" by
+            rank and "observed": by rank the number of its reads by staleness),
+            "workers", "events", "requests", "updates", "snapshots". Keys are texts.
+        """
+        request = request_of(Stats())
+        with self.calling("a request for statistics"):
+            replies = self.connections.request_all([lambda _: request] * self.servers)
+            return [dict(reply.meta) for reply in replies]
 
     # The end.
 
@@ -455,7 +294,7 @@ class ServerClient(ControlRequests):
             self._uses.discard(use)
             if self._closed or self._failing is not None or self._uses:
                 return
-        left = Goodbye("it closed its strategy", False, use=self.use)
+        left = Goodbye(reason="it closed its strategy", use=self.use)
         self.connections.send_goodbye(left)
 
     def close(
@@ -480,8 +319,10 @@ class ServerClient(ControlRequests):
             shown = f"its script ended with {type(error).__name__}: {error}"
             reason = shown[:1000].rstrip(". \n")
         if self._failing is None:
-            goodbye = Goodbye(reason, error is not None, cause)
-            self.connections.send_goodbye(goodbye)
+            why = None if cause is None else encode(cause).decode()
+            self.connections.send_goodbye(
+                Goodbye(reason=reason, failed=error is not None, cause=why)
+            )
         self.connections.abort()
         if self._heartbeat is not None:
             self._heartbeat.close()
@@ -527,7 +368,7 @@ class ServerClient(ControlRequests):
         if kind is FrameType.FAILURE:
             self.fail(decode(payload)[0])
         elif kind is FrameType.EVENT:
-            event = Event.from_json(to_json(payload))
+            event = read_record(to_json(payload), Event, "An event")
             # All servers report; the first one's event is enough.
             if key == 0:
                 self.events.append(event)

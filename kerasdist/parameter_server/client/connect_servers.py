@@ -3,52 +3,62 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import copy_to_raise
-from kerasdist.parameter_server.channel import Channel, memory_pair
-from kerasdist.parameter_server.client.client import TRANSPORTS, ServerClient
-from kerasdist.parameter_server.client.network import (
-    JOIN_SECONDS,
-    NetworkConnection,
-    Roster,
-    ServerConnection,
+from kerasdist.parameter_server.channel import (
+    Channel,
+    ChannelEnded,
+    SocketChannel,
+    memory_pair,
 )
-from kerasdist.parameter_server.client.server_communicator import ServerJob
+from kerasdist.parameter_server.client.client import TRANSPORTS, ServerClient
+from kerasdist.parameter_server.client.server_job import (
+    GRACE_SECONDS,
+    JOIN_SECONDS,
+    ServerConnection,
+    ServerJob,
+)
 from kerasdist.parameter_server.layout import Layout, ServerSettings
-from kerasdist.parameter_server.membership import Event, WorkerRecord
-from kerasdist.parameter_server.server.handler import Goodbye, RequestHandler
+from kerasdist.parameter_server.membership import (
+    Event,
+    Goodbye,
+    ServerHello,
+    ServerRoster,
+    WorkerRecord,
+)
+from kerasdist.parameter_server.server.collectives import Entry
+from kerasdist.parameter_server.server.handler import Enter, Entered, RequestHandler
+from kerasdist.parameter_server.server.registration import PURPOSE
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport import log
+from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.framing import FrameType, read_record, to_object
+from kerasdist.transport.liveness.heartbeat import Heartbeat
+from kerasdist.transport.rendezvous.dial import (
+    Refused,
+    dial_tcp,
+    dial_unix,
+    hello_of,
+    register,
+    retry,
+)
 from kerasdist.transport.rendezvous.startup import host_key
+from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
 
 # Joining a running job: this worker waits for the end of the others' epoch.
 #
 # The protocol is in `kerasdist.parameter_server.server.collectives`.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
-    """The point at which a worker joined.
-
-    Attributes:
-        met: Number of the last collective before.
-        ranks: All live workers, this one among them.
-        facts: The others' facts.
-    """
-
-    met: int
-    ranks: tuple[int, ...]
-    facts: dict[str, Any]
 
 
 def enter(client: ServerClient, fit: int) -> Entry:
@@ -66,13 +76,13 @@ def enter(client: ServerClient, fit: int) -> Entry:
     seen = -1
     deadline = Deadline(client.timeouts.collective)
     while True:
-        found = client.request("joining the others", {"do": "enter", "fit": fit})
-        entry = found.get("entered")
-        if isinstance(entry, dict):
-            break
+        reply = client.request("joining the others", Enter(fit=fit))
+        found = read_record(reply.meta, Entered, "A reply")
+        if found.entry is not None:
+            return found.entry
         # An epoch may take longer than any wait inside of it.
-        if found.get("requests") != seen:
-            seen = int(found.get("requests", 0))
+        if found.requests != seen:
+            seen = found.requests
             deadline = Deadline(client.timeouts.collective)
         if deadline.expired:
             raise client.fail(
@@ -82,14 +92,258 @@ def enter(client: ServerClient, fit: int) -> Entry:
                     "busy with other work? Give them more time with `timeout=`."
                 )
             )
-    return Entry(
-        int(entry["met"]),
-        tuple(int(rank) for rank in entry["ranks"]),
-        dict(entry["facts"]),
-    )
 
 
-# A worker's connection to a server in its own process.
+# A worker's connections to servers: over the network, and in its own process.
+
+_Result = TypeVar("_Result")
+# Seconds that a broken connection waits for a report on the control connection.
+_REPORT_SECONDS = 1.0
+
+
+class NetworkConnection(ServerConnection):
+    """A server over the network.
+
+    Args:
+        index: Index of the server.
+        address: Its address.
+        hello: This worker's hello to it.
+        host: The identity of this worker's host, see `host_key`.
+        session: The name of the servers' session.
+        secret: The job's secret.
+        heartbeat: Watches the control connections of this worker.
+        job: This worker's part in the job.
+        transport: "auto" or "tcp".
+        stop: When it is set, by `abort` or another thread, waits for the server end.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        address: str,
+        hello: ServerHello,
+        host: str,
+        session: str,
+        secret: bytes,
+        heartbeat: Heartbeat,
+        job: ServerJob,
+        transport: str,
+        stop: Cancellation | None = None,
+    ) -> None:
+        super().__init__(job)
+        self.index = index
+        self.address = address
+        self._hello = hello
+        self._host = host
+        self._session = session
+        self._secret = secret
+        self._heartbeat = heartbeat
+        self._transport = transport
+        self._channel: SocketChannel | None = None
+        self._reason = ""
+        self._stop = stop or Cancellation()
+        self._reviver: threading.Thread | None = None
+        # Why it couldn't be reached; empty if it could.
+        self.unreachable = ""
+
+    def __str__(self) -> str:
+        """Return its name, for instance `server 1 (10.0.0.9:2222)`."""
+        return f"server {self.index} ({self.address})"
+
+    def _current(self) -> Channel:
+        if self._channel is None:
+            raise errors.TransportClosed(f"There is no connection to {self}.")
+        return self._channel
+
+    def open(
+        self,
+        met: int | None = None,
+        *,
+        join_barrier: bool = False,
+        joining: bool | None = None,
+    ) -> ServerRoster:
+        """Connect at the start of the job, or join it later.
+
+        Args:
+            met: `ServerRoster.met` of another server, or None.
+            join_barrier: Whether to join at an epoch's end, see
+                `parameter_server.server.collectives`.
+            joining: `ServerRoster.joining` of another server, or None.
+
+        Raises:
+            StartupError: The server is missing, refused this worker, or not all
+                workers connected.
+            AuthenticationError: The server doesn't hold the same secret.
+            ProtocolError: The process at the address isn't kerasdist.
+        """
+        hello = dataclasses.replace(
+            self._hello, met=met, join_barrier=join_barrier, joining=joining
+        )
+        return self._connect(Deadline(self._job.timeouts.startup), hello)
+
+    def _connect(self, deadline: Deadline, hello: ServerHello) -> ServerRoster:
+        secret, stop = self._secret, self._stop
+        connected = threading.Event()
+
+        def look() -> Sight | None:
+            if not connected.is_set():
+                return None
+            why = f"server {self.index} waits for them, see its output"
+            return Sight([Absent("other workers", "", why)], f"server {self.index}")
+
+        def enrol() -> tuple[Connection, ServerRoster]:
+            return register(
+                *(
+                    self.address,
+                    secret,
+                    hello_of(self._session, PURPOSE, self._job.rank, hello),
+                    ServerRoster,
+                ),
+                *(deadline, stop, GRACE_SECONDS, connected),
+            )
+
+        control, roster = self._retry(enrol, deadline, look)
+        shared = self._transport == "auto" and roster.host == self._host
+        data = hello_of(
+            *(self._session, PURPOSE, self._job.rank),
+            dataclasses.replace(hello, line="data", shared=shared),
+        )
+
+        def dial() -> Connection:
+            if shared:
+                name = roster.unix_name
+                return dial_unix(name, secret, data, deadline, self.address, stop)
+            return dial_tcp(self.address, secret, data, deadline, stop)
+
+        try:
+            channel = self._retry(dial, deadline)
+        except BaseException:
+            control.close()
+            raise
+        self._keep_counts()
+        self._channel = SocketChannel(channel, shared=shared)
+        self._reason = ""
+        self._heartbeat.add(self.index, control)
+        return roster
+
+    def _retry(
+        self,
+        attempt: Callable[[], _Result],
+        deadline: Deadline,
+        connected: Callable[[], Sight | None] | None = None,
+    ) -> _Result:
+        """Try until it works."""
+        try:
+            found = retry(
+                *(attempt, deadline, self.index, self.address, self._stop),
+                "Server",
+                connected,
+            )
+        except Refused as refused:
+            raise refused.to_startup_error() from None
+        except errors.StartupError as error:
+            # It has the index of a server, not the rank of a worker.
+            self.unreachable = error.missing.get(self.index, "")
+            error.missing = {}
+            raise
+        if found is None:
+            raise Aborted
+        return found
+
+    def _keep_counts(self) -> None:
+        if self._channel is not None:
+            self._sent += self._channel.bytes_sent
+            self._received += self._channel.bytes_received
+            self._channel.close()
+
+    # When the connection is lost.
+
+    def ended(self, reason: str) -> None:
+        """See `ServerConnection.ended`."""
+        self._reason = reason
+        channel, generation = self._channel, self.generation
+        if channel is not None:
+            channel.abort()
+        if self._stop.is_set() or self._job.closed:
+            return
+        if not self._job.settings.restartable:
+            # At once: its part may be needed only much later.
+            self._lost(reason)
+        else:
+            # The server waits for its workers; this one may be busy for long.
+            self._reviver = threading.Thread(
+                target=self._revive,
+                args=(generation,),
+                name=f"kerasdist-reviver {self.index}",
+                daemon=True,
+            )
+            self._reviver.start()
+
+    def _revive(self, generation: int) -> None:
+        with self._lock:
+            if self.generation != generation or self._job.failure is not None:
+                return
+            try:
+                self._again(ChannelEnded(self._reason))
+            except (errors.KerasDistError, Aborted):
+                return  # the next request raises it
+
+    def _again(self, error: Exception) -> None:
+        # If it broke because the job has failed, a report follows.
+        failure = self._job.await_failure(0.0 if self._reason else _REPORT_SECONDS)
+        if failure is not None:
+            raise copy_to_raise(failure) from error
+        self._job.check()
+        reason = self._reason or f"{error}".rstrip(".") or "its connection ended"
+        if not self._job.settings.restartable:
+            raise self._lost(reason) from error
+        self._heartbeat.drop(self.index)
+        deadline = Deadline(self._job.settings.restart_timeout)
+        while True:
+            try:
+                progress = self._job.progress()
+                self._connect(
+                    deadline, dataclasses.replace(self._hello, resume=progress)
+                )
+                break
+            except Aborted:
+                self._job.check()
+                raise
+            except errors.KerasDistError as refused:
+                raise self._lost(f"{reason}; {refused}".rstrip(".")) from refused
+        self.generation += 1
+
+    def _lost(self, reason: str) -> errors.CollectiveError:
+        return copy_to_raise(
+            self._job.fail(
+                errors.ServerLost(
+                    *(self.index, self.address, self._job.step, reason),
+                    self._job.settings.hold_weights,
+                )
+            )
+        )
+
+    # The end.
+
+    def send_goodbye(self, goodbye: Goodbye) -> None:
+        """See `ServerConnection.send_goodbye`."""
+        payload = json.dumps(to_object(goodbye)).encode()
+        self._heartbeat.post(self.index, FrameType.GOODBYE, payload)
+
+    def abort(self) -> None:
+        """See `ServerConnection.abort`."""
+        self._stop.set()
+        if self._channel is not None:
+            self._channel.abort()
+
+    def close(self) -> None:
+        """See `ServerConnection.close`."""
+        self.abort()
+        reviver = self._reviver
+        if reviver is not None and reviver is not threading.current_thread():
+            reviver.join(JOIN_SECONDS)
+        if self._channel is not None:
+            self._channel.close()
 
 
 class InProcessConnection(ServerConnection):
@@ -98,7 +352,6 @@ class InProcessConnection(ServerConnection):
     Args:
         handler: The server.
         worker: This worker.
-        timeouts: The time limit of each phase.
         job: This worker's part in the job.
     """
 
@@ -106,10 +359,9 @@ class InProcessConnection(ServerConnection):
         self,
         handler: RequestHandler,
         worker: WorkerRecord,
-        timeouts: Timeouts,
         job: ServerJob,
     ) -> None:
-        super().__init__(job, timeouts)
+        super().__init__(job)
         self._handler = handler
         self._worker = worker
         self._channel, theirs = memory_pair()
@@ -223,14 +475,14 @@ def connect_servers(
     worker = WorkerRecord(client.rank, address, secrets.token_hex(8), replicas, "live")
     if not cluster.servers:
         handler = RequestHandler(0, 1, 1, settings, timeouts, on_table)
-        roster = Roster(
+        roster = ServerRoster(
             replicas=(replicas,),
             met=handler.membership.workers[0].met,
             joined=handler.resumed,
             seed=handler.tables.seed,
         )
         worker.met = roster.met
-        client.connections.add(InProcessConnection(handler, worker, timeouts, client))
+        client.connections.add(InProcessConnection(handler, worker, client))
         client.start(roster)
         return client
     secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
@@ -238,17 +490,20 @@ def connect_servers(
     cause: errors.ServerLost | None = None
     try:
         met: int | None = None
-        rosters: list[Roster] = []
+        rosters: list[ServerRoster] = []
         for index, server in enumerate(cluster.servers):
             connection = NetworkConnection(
                 index,
                 server,
-                worker,
+                ServerHello(
+                    server=index,
+                    incarnation=worker.incarnation,
+                    replicas=replicas,
+                    settings=settings.agreed(),
+                ),
                 host or host_key(),
                 session or session_name(cluster),
                 secret,
-                settings,
-                timeouts,
                 heartbeat,
                 client,
                 transport,

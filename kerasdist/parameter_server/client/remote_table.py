@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +14,13 @@ import numpy.typing as npt
 from kerasdist import errors
 from kerasdist.collectives.row_exchange import Array, octets
 from kerasdist.parameter_server.channel import Channel, Message, Spec
-from kerasdist.parameter_server.client.server_communicator import ServerJob
+from kerasdist.parameter_server.client.server_job import ServerJob
 from kerasdist.parameter_server.layout import Layout, Piece, dtype_of
 from kerasdist.parameter_server.served_table import merge_rows
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.parameter_server.server.handler import Open, Pull, Push, request_of
+from kerasdist.parameter_server.tables import Opened, TableState
+from kerasdist.transport.framing import read_record
 from kerasdist.transport.tracing import SpanTimer, now
-
-_NO_CALL = Call(0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +80,6 @@ class RemoteTable:
     Attributes:
         number: Its number among the tables of the job.
         layout: The assignment of parts to servers.
-        clock: This worker's clock: the last step that it has finished.
         initial: The values that all begin with, in the variables' dtypes.
         observed: Number of this worker's reads by staleness.
     """
@@ -88,7 +87,6 @@ class RemoteTable:
     def __init__(self, client: ServerJob, number: int, layout: Layout) -> None:
         self.number = number
         self.layout = layout
-        self.clock = 0
         self.initial: list[Array] = []
         self.observed: collections.Counter[int] = collections.Counter()
         self._client = client
@@ -100,6 +98,15 @@ class RemoteTable:
         self._whole: dict[int, Array] = {}
 
     @property
+    def clock(self) -> int:
+        """This worker's clock: the last step that it has finished."""
+        return self._client.clocks.get(self.number, 0)
+
+    @clock.setter
+    def clock(self, value: int) -> None:
+        self._client.clocks[self.number] = value
+
+    @property
     def updates(self) -> int:
         """Number of updates by all workers, at this one's last read."""
         # The first values count as one.
@@ -108,27 +115,24 @@ class RemoteTable:
     def open(self, values: Sequence[Array] | None) -> None:
         """Open the table; see `ServerClient.open_table`, which calls it."""
         layout = self.layout
-        meta = {
-            "do": "open",
-            "table": self.number,
-            "variables": layout.to_json(),
-            "has_values": values is not None,
-        }
+        request = Open(
+            table=self.number,
+            variables=layout.variables,
+            has_values=values is not None,
+        )
 
-        def build(server: int) -> Any:
-            def make(channel: Channel) -> Message:
-                parts = [] if values is None else layout.cut(server, values)
-                return Message(FrameType.REQUEST, _NO_CALL, meta, parts)
+        def build(server: int, channel: Channel) -> Message:
+            parts = [] if values is None else layout.cut(server, values)
+            return request_of(request, parts)
 
-            return make
-
-        answers = self._client.request_all([build(s) for s in range(layout.servers)])
+        answers = self._request_all(build)
         whole = [
             np.empty((v.rows, v.row_elements), dtype_of(v.dtype))
             for v in layout.variables
         ]
         for server, answer in enumerate(answers):
-            self._check_sum(server, answer)
+            opened = read_record(answer.meta, Opened, "A reply")
+            self._check_sum(server, answer, opened.crc)
             parts = list(answer.arrays)
             for pieces in self._dense[server].values():
                 flat = parts.pop(0)
@@ -138,8 +142,8 @@ class RemoteTable:
                     rows[...] = flat[piece.offset : end].reshape(rows.shape)
             for piece in self._sparse[server]:
                 whole[piece.variable][piece.start : piece.stop] = parts.pop(0)
-            self._note_version(server, answer)
-            self.clock = max(self.clock, int(answer.meta["clock"]))
+            self._note_version(server, opened.version)
+            self.clock = max(self.clock, opened.clock)
         self.initial = [
             array.reshape(v.shape)
             for array, v in zip(whole, layout.variables, strict=True)
@@ -165,21 +169,12 @@ class RemoteTable:
         with self._client.calling("a step's push"):
             clock = self.clock + 1
 
-            def build(server: int) -> Any:
-                def make(channel: Channel) -> Message:
-                    meta = {
-                        "do": "push",
-                        "table": self.number,
-                        "clock": clock,
-                        "since": self._since(server),
-                    }
-                    parts = self._pack(server, channel, deltas, rows)
-                    return Message(FrameType.REQUEST, _NO_CALL, meta, parts)
+            def build(server: int, channel: Channel) -> Message:
+                since = self._since(server)
+                push = Push(table=self.number, clock=clock, since=since)
+                return request_of(push, self._pack(server, channel, deltas, rows))
 
-                return make
-
-            builds = [build(server) for server in range(self.layout.servers)]
-            answers = self._client.request_all(builds)
+            answers = self._request_all(build)
             self.clock = clock
             timer = None if recorder is None else SpanTimer(recorder)
             pulled = self._unpack(answers)
@@ -198,19 +193,16 @@ class RemoteTable:
         """
         with self._client.calling("a pull"):
 
-            def build(server: int) -> Any:
-                def make(channel: Channel) -> Message:
-                    meta = {
-                        "do": "pull",
-                        "table": self.number,
-                        "since": self._since(server),
-                    }
-                    return Message(FrameType.REQUEST, _NO_CALL, meta, ())
+            def build(server: int, channel: Channel) -> Message:
+                return request_of(Pull(table=self.number, since=self._since(server)))
 
-                return make
+            return self._unpack(self._request_all(build))
 
-            builds = [build(server) for server in range(self.layout.servers)]
-            return self._unpack(self._client.request_all(builds))
+    def _request_all(self, build: Callable[[int, Channel], Message]) -> list[Message]:
+        servers = range(self.layout.servers)
+        return self._client.connections.request_all(
+            [functools.partial(build, s) for s in servers]
+        )
 
     # Sending.
 
@@ -319,16 +311,18 @@ class RemoteTable:
     def _since(self, server: int) -> int:
         generation, version = self._seen[server]
         # A restarted server counts versions from a snapshot: they aren't comparable.
-        return version if generation == self._client.generation(server) else -1
+        return (
+            version if generation == self._client.connections[server].generation else -1
+        )
 
-    def _note_version(self, server: int, answer: Message) -> None:
-        version = int(answer.meta["version"])
-        self._seen[server] = (self._client.generation(server), version)
+    def _note_version(self, server: int, version: int) -> None:
+        self._seen[server] = (self._client.connections[server].generation, version)
 
     def _unpack(self, answers: Sequence[Message]) -> Pulled:
         variables = self.layout.variables
         values: list[Array | None] = [None] * len(variables)
         found: dict[int, list[tuple[Piece, Array, Array]]] = {}
+        states = [read_record(each.meta, TableState, "A reply") for each in answers]
         for server, answer in enumerate(answers):
             parts = list(answer.arrays)
             for pieces in self._dense[server].values():
@@ -339,7 +333,7 @@ class RemoteTable:
             for piece in self._sparse[server]:
                 indices, rows = parts.pop(0), parts.pop(0)
                 found.setdefault(piece.variable, []).append((piece, indices, rows))
-            self._note_version(server, answer)
+            self._note_version(server, states[server].version)
         merged = {}
         for index, cuts in found.items():
             variable = variables[index]
@@ -349,14 +343,13 @@ class RemoteTable:
             shape = (indices.size, *variable.shape[1:])
             typed = rows.astype(dtype_of(variable.dtype), copy=False)
             merged[index] = Rows(indices, typed.reshape(shape))
-        metas = [answer.meta for answer in answers]
         return Pulled(
             values=values,
             rows=merged,
             clock=self.clock,
-            least=min(int(meta["least"]) for meta in metas),
-            staleness=max(int(meta["staleness"]) for meta in metas),
-            waited=max(float(meta["waited"]) for meta in metas),
+            least=min(state.least for state in states),
+            staleness=max(state.staleness for state in states),
+            waited=max(state.waited for state in states),
         )
 
     def _place(self, piece: Piece, flat: Array, values: list[Array | None]) -> None:
@@ -373,15 +366,15 @@ class RemoteTable:
         rows[piece.start : piece.stop] = flat.reshape(piece.rows, variable.row_elements)
         values[piece.variable] = whole
 
-    def _check_sum(self, server: int, answer: Message) -> None:
+    def _check_sum(self, server: int, answer: Message, expected: int) -> None:
         crc = 0
         for array in answer.arrays:
             crc = zlib.crc32(octets(np.ascontiguousarray(array)), crc)
-        if crc != answer.meta["crc"]:
+        if crc != expected:
             raise self._client.fail(
                 errors.CollectiveError(
                     f"The first values of table {self.number} aren't those that server "
                     f"{server} sent. Received: CRC-32 {crc:#010x}, expected "
-                    f"{answer.meta['crc']!r}. The network or a memory is faulty."
+                    f"{expected}. The network or a memory is faulty."
                 )
             )

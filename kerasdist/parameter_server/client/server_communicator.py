@@ -12,116 +12,31 @@ With "async" a lost worker is left out: `ranks` are those that took part.
 
 from __future__ import annotations
 
-import abc
-import contextlib
+import dataclasses
+import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.cluster import Cluster
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, check_dtype, equal_part
 from kerasdist.parameter_server.channel import Channel, Message
-from kerasdist.parameter_server.layout import ServerSettings
-from kerasdist.parameter_server.membership import WorkerProgress
-from kerasdist.transport.base import Peer
-from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.framing import Call, FrameType
+from kerasdist.parameter_server.client.server_job import Build, ServerJob
+from kerasdist.parameter_server.server.handler import (
+    Load,
+    Meet,
+    Met,
+    Split,
+    request_of,
+)
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call, read_record
 from kerasdist.transport.tracing import Recorder, SpanTimer
-
-# A worker's part in a job, as its connections, tables and communicator see it.
-
-# Makes a request, with arrays placed in the channel.
-Build = Callable[[Channel], Message]
-
-
-class ServerJob(abc.ABC):
-    """A worker's part in a job, implemented by `ServerClient`.
-
-    Attributes:
-        step: The last step, for messages.
-        recorder: Gets spans of packing, sending and waiting; or None.
-        use: Number of the strategy that uses it, from 1.
-    """
-
-    cluster: Cluster
-    settings: ServerSettings
-    timeouts: Timeouts
-    rank: int
-    peers: tuple[Peer, ...]
-    step: int
-    recorder: Recorder | None = None
-    use: int = 1
-
-    @property
-    @abc.abstractmethod
-    def servers(self) -> int:
-        """Number of servers."""
-
-    @property
-    @abc.abstractmethod
-    def failure(self) -> errors.CollectiveError | None:
-        """The error that ended this worker's part in the job, or None."""
-
-    @property
-    @abc.abstractmethod
-    def closed(self) -> bool:
-        """Whether it was closed by its user."""
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Raise the error that ended this worker's part, if there is one."""
-
-    @abc.abstractmethod
-    def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
-        """End all waits of this worker; return its first failure."""
-
-    @abc.abstractmethod
-    def await_failure(self, seconds: float) -> errors.CollectiveError | None:
-        """Wait a moment for a failure."""
-
-    @abc.abstractmethod
-    def progress(self) -> WorkerProgress:
-        """Return this worker's progress, for a restarted server."""
-
-    @abc.abstractmethod
-    def calling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Allow one call at a time; an interrupted one ends this worker's part."""
-
-    @abc.abstractmethod
-    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Send requests to all servers at once; return their replies, by server.
-
-        Args:
-            builds: A request for each server; None: nothing for this one, whose reply
-                is then without arrays.
-
-        Raises:
-            CollectiveError: This worker's failure.
-        """
-
-    @abc.abstractmethod
-    def generation(self, server: int) -> int:
-        """Return the number of a server's restarts from a snapshot."""
-
-    @abc.abstractmethod
-    def note_met(self, call: Call, answers: Sequence[Message]) -> None:
-        """Set the clocks at the end of a collective: they are equal again."""
-
-    @abc.abstractmethod
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; release sockets, threads and memory. Can be called twice.
-
-        Args:
-            error: The error that ended this worker's script, if there was one: in
-                "sync" the others then fail at once, in "async" they continue.
-        """
-
 
 # Smaller buffers are summed by one server.
 _LEAST_SPREAD_BYTES = 64 << 10
@@ -142,9 +57,7 @@ class ServerCommunicator(CheckedCommunicator):
     """
 
     def __init__(self, client: ServerJob, met: int) -> None:
-        super().__init__(
-            client.rank, client.peers, _Supervisor(client), client.timeouts.collective
-        )
+        super().__init__(client.rank, client.peers, client, client.timeouts.collective)
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self._client = client
         self.sequence = met
@@ -190,7 +103,7 @@ class ServerCommunicator(CheckedCommunicator):
             self._calling("all_gather", "none", name, 0, detail) as (call, _),
         ):
             self._count([mine.nbytes])
-            arrays = self._join_round(call, lambda channel: [mine])
+            arrays = self._join_round(call, [mine])
             results = [np.empty((0, *shape[1:]), mine.dtype)] * self.size
             for rank, found in zip(self.ranks, arrays, strict=True):
                 results[rank] = found.copy()
@@ -211,16 +124,12 @@ class ServerCommunicator(CheckedCommunicator):
             chunks[1:] = []
 
         self._count([(c.stop - c.start) * dtype.itemsize for c in chunks])
-        meta = self._meta()
+        meet = self._meet()
 
-        def build(part: slice) -> Any:
-            def make(channel: Channel) -> Message:
-                size = part.stop - part.start
-                room = channel.place([(str(dtype.name), (size,))])
-                source.copy_to(room[0], part.start, part.stop)
-                return Message(FrameType.REQUEST, call, meta, room)
-
-            return make
+        def build(part: slice, channel: Channel) -> Message:
+            room = channel.place([(str(dtype.name), (part.stop - part.start,))])
+            source.copy_to(room[0], part.start, part.stop)
+            return request_of(meet, room, call)
 
         rounds = 1
         if spread:
@@ -233,8 +142,10 @@ class ServerCommunicator(CheckedCommunicator):
                     equal_part(c.stop - c.start, rounds, number, c.start)
                     for c in chunks
                 ]
-                builds: list[Any] = [build(piece) for piece in pieces]
-                answers = client.request_all([*builds, *self._rest(len(builds), call)])
+                builds: list[Build] = [functools.partial(build, p) for p in pieces]
+                answers = client.connections.request_all(
+                    [*builds, *self._rest(len(builds), call)]
+                )
                 timer = None if self._recorder is None else SpanTimer(self._recorder)
                 self._note(call, answers)
                 for piece, answer in zip(pieces, answers, strict=False):
@@ -247,9 +158,7 @@ class ServerCommunicator(CheckedCommunicator):
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
         mine = np.frombuffer(views[self.rank], np.uint8)
-        for rank, found in zip(
-            self.ranks, self._join_round(call, lambda channel: [mine]), strict=True
-        ):
+        for rank, found in zip(self.ranks, self._join_round(call, [mine]), strict=True):
             if rank != self.rank:
                 views[rank][:] = found.data
 
@@ -257,7 +166,7 @@ class ServerCommunicator(CheckedCommunicator):
         self, view: memoryview, root: int, call: Call, deadline: Deadline
     ) -> None:
         mine = np.frombuffer(view, np.uint8)
-        arrays = self._join_round(call, lambda c: [mine] if self.rank == root else [])
+        arrays = self._join_round(call, [mine] if self.rank == root else [])
         if not arrays:
             peer = self.peers[root]
             raise errors.WorkerLost(
@@ -270,31 +179,28 @@ class ServerCommunicator(CheckedCommunicator):
             view[:] = arrays[0].data
 
     def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._join_round(call, lambda channel: [])
+        self._join_round(call)
 
-    def _join_round(self, call: Call, parts: Any) -> list[Array]:
+    def _join_round(self, call: Call, arrays: Sequence[Array] = ()) -> list[Array]:
         """Join a collective with arrays for server 0; return its result."""
-        request = self._meta()
-        if self._facts is not None:
-            request["join_barrier"] = self._facts
-
-        def make(channel: Channel) -> Message:
-            return Message(FrameType.REQUEST, call, request, parts(channel))
-
+        meet = dataclasses.replace(self._meet(), join_barrier=self._facts)
+        request = request_of(meet, arrays, call)
         with self._client.calling(str(call)):
-            answers = self._client.request_all([make, *self._rest(1, call)])
+            answers = self._client.connections.request_all(
+                [lambda _: request, *self._rest(1, call)]
+            )
             self._note(call, answers)
             return list(answers[0].arrays)
 
-    def _rest(self, first: int, call: Call) -> list[Any]:
+    def _rest(self, first: int, call: Call) -> list[Build | None]:
         """Return requests for servers from `first` on; their results don't count."""
         count = self._client.servers - first
         if self._client.settings.mode == "sync":
             return [None] * count
         # A call without buffers: these servers only have to know the waiting workers.
         short = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
-        meta = self._meta()
-        return [lambda _: Message(FrameType.REQUEST, short, meta, ())] * count
+        request = request_of(self._meet(), (), short)
+        return [lambda _: request] * count
 
     def _count(self, sizes: list[int]) -> None:
         """Count the bytes for each server; report those of the first step."""
@@ -306,18 +212,20 @@ class ServerCommunicator(CheckedCommunicator):
                 load[0] += size
                 load[1] += size > 0
             return
-        meta, self._loads = {"do": "split", "loads": self._loads}, None
-        request = Message(FrameType.REQUEST, Call(0), meta, ())
+        loads = tuple(Load(size, pieces) for size, pieces in self._loads)
+        request, self._loads = request_of(Split(loads=loads)), None
         with self._client.calling("reporting the servers' shares"):
-            self._client.request_all([lambda _: request] * self._client.servers)
+            self._client.connections.request_all(
+                [lambda _: request] * self._client.servers
+            )
 
-    def _meta(self) -> dict[str, Any]:
-        return {"do": "meet", "step": self.step, "use": self._client.use}
+    def _meet(self) -> Meet:
+        return Meet(step=self.step, use=self._client.use)
 
     def _note(self, call: Call, answers: list[Message]) -> None:
-        self.ranks = tuple(int(rank) for rank in answers[0].meta["ranks"])
-        self._joined = tuple(int(r) for r in answers[0].meta.get("joined", ()))
-        self._client.note_met(call, answers)
+        met = [read_record(answer.meta, Met, "A reply") for answer in answers]
+        self.ranks, self._joined = met[0].ranks, met[0].joined
+        self._client.note_met(call, met)
 
     def _record(self, recorder: Recorder | None) -> None:
         super()._record(recorder)
@@ -331,44 +239,3 @@ class ServerCommunicator(CheckedCommunicator):
 
     def _close(self) -> None:
         self._buffers.clear()
-
-
-class _Supervisor:
-    """The failure detector of a communicator: the servers detect failures."""
-
-    def __init__(self, client: ServerJob) -> None:
-        self.call = Call(0)
-        self._client = client
-
-    @property
-    def step(self) -> int:
-        """See `Supervisor.step`."""
-        return self._client.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._client.step = value
-
-    @property
-    def failure(self) -> errors.CollectiveError | None:
-        """See `Supervisor.failure`."""
-        return self._client.failure
-
-    def report(
-        self, error: errors.CollectiveError, *, wait: bool = True
-    ) -> errors.CollectiveError:
-        """See `Supervisor.report`."""
-        return self._client.fail(error)
-
-    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
-        """See `Supervisor.explain`."""
-        lost = errors.WorkerLost(peer.rank, peer.address, self.step, seen)
-        return self._client.fail(lost)
-
-    def absent(self, call: Call) -> list[Peer] | None:
-        """See `Supervisor.absent`: servers name late ranks themselves."""
-        return None
-
-    def close(self) -> None:
-        """See `Supervisor.close`."""
-        self._client.close()

@@ -21,6 +21,7 @@ worker aren't counted in a collective that isn't finished.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,6 +53,21 @@ from kerasdist.transport.framing import OPS, Call
 _WAIT_SECONDS = 2.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entry:
+    """The point at which a worker joined.
+
+    Attributes:
+        met: Number of the last collective before.
+        ranks: All live workers, this one among them.
+        facts: The others' facts.
+    """
+
+    met: int
+    ranks: tuple[int, ...]
+    facts: dict[str, Any]
+
+
 class JoinBarrier:
     """Admits joining workers at one server. All under `Membership.changed`.
 
@@ -64,13 +80,11 @@ class JoinBarrier:
         # The waiting workers with the number of their `fit`; the replies to those that
         # were admitted.
         self._waiting: dict[int, tuple[WorkerRecord, int]] = {}
-        self._entered: dict[str, dict[str, Any]] = {}
+        self._entered: dict[str, Entry] = {}
         self._fit = 0
         self._last: tuple[int, list[int]] = (0, [])
 
-    def enter(
-        self, worker: WorkerRecord, fit: int, deadline: Deadline
-    ) -> dict[str, Any] | None:
+    def enter(self, worker: WorkerRecord, fit: int, deadline: Deadline) -> Entry | None:
         """Wait for the next join barrier, in the request of a joiner.
 
         Args:
@@ -79,7 +93,7 @@ class JoinBarrier:
             deadline: Of the request.
 
         Returns:
-            "met", "ranks" and "facts" of the barrier; None: it has to wait longer.
+            The barrier at which it has joined; None: it has to wait longer.
 
         Raises:
             CollectiveError: It can't join any more; the job's failure.
@@ -127,11 +141,7 @@ class JoinBarrier:
         for worker in joined:
             worker.joining = False
             del self._waiting[worker.rank]
-            self._entered[worker.incarnation] = {
-                "met": number,
-                "ranks": list(ranks),
-                "facts": dict(facts),
-            }
+            self._entered[worker.incarnation] = Entry(number, tuple(ranks), dict(facts))
 
     def joined_at(self, number: int) -> list[int]:
         """Return the ranks that joined at this barrier, if it was the last one."""

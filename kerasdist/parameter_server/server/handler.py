@@ -1,17 +1,17 @@
 """The request handler of one server, over any kind of connection.
 
 A thread per worker reads its requests (`serve`), one after the other; each is replied
-to before the next one is read. A request's JSON object has under "do" the operation:
+to before the next one is read. A request's JSON object has under "do" its type:
 
-    meet    a collective of all workers                (server.collectives)
-    open    begin to use a table                       (parameter_server.tables)
-    first   get the first value of a new variable      (the same)
-    push    add a step's changes, and read             (the same)
-    pull    read                                       (the same)
-    claim   get the next number of a queue             (here)
-    enter   join the others                            (server.collectives)
-    split   report each server's share of a step       (here)
-    stats   statistics of tables and workers
+    Meet    a collective of all workers                (server.collectives)
+    Open    begin to use a table                       (parameter_server.tables)
+    First   get the first value of a new variable      (the same)
+    Push    add a step's changes, and read             (the same)
+    Pull    read                                       (the same)
+    Claim   get the next number of a queue             (here)
+    Enter   join the others                            (server.collectives)
+    Split   report each server's share of a step       (here)
+    Stats   statistics of tables and workers
 
 The reply is a REPLY, or a FAILURE whose "failure" the worker raises.
 """
@@ -22,10 +22,11 @@ import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kerasdist import errors
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import ProtocolError
 from kerasdist.parameter_server.channel import (
     Channel,
@@ -33,15 +34,27 @@ from kerasdist.parameter_server.channel import (
     ChannelSilent,
     Message,
 )
-from kerasdist.parameter_server.layout import Layout, ServerSettings
-from kerasdist.parameter_server.membership import Event, Membership, WorkerRecord
-from kerasdist.parameter_server.server.collectives import ServerCollectives
+from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
+from kerasdist.parameter_server.membership import (
+    Event,
+    Goodbye,
+    Membership,
+    WorkerRecord,
+)
+from kerasdist.parameter_server.server.collectives import Entry, ServerCollectives
 from kerasdist.parameter_server.snapshots import Snapshotter
-from kerasdist.parameter_server.tables import ServedTables
+from kerasdist.parameter_server.tables import Reply, ServedTables
 from kerasdist.transport import log
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.framing import Call, FrameType, to_json, unexpected
+from kerasdist.transport.framing import (
+    Call,
+    Count,
+    FrameType,
+    read_record,
+    to_object,
+    unexpected,
+)
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 
 # Queues of batches: each number is assigned to the first worker that claims it.
@@ -73,23 +86,8 @@ class Load:
         pieces: Number of pieces: of variables, or of buffers.
     """
 
-    size: int
-    pieces: int
-
-
-def loads_from_json(value: Any, servers: int) -> list[Load]:
-    """Return the loads that the chief counted: size and pieces for each server.
-
-    Raises:
-        ProtocolError: The value is damaged.
-    """
-    try:
-        loads = [Load(int(size), int(pieces)) for size, pieces in value]
-    except (TypeError, ValueError, OverflowError):
-        loads = []
-    if len(loads) != servers or any(min(x.size, x.pieces) < 0 for x in loads):
-        raise ProtocolError(f"A list of loads is damaged. Received: {value!r:.200}.")
-    return loads
+    size: Count
+    pieces: Count
 
 
 def loads_of(layout: Layout) -> list[Load]:
@@ -210,60 +208,140 @@ class BatchQueue:
 
 # No message has more numbers than this: 256 GB, or what the machine has.
 MOST_BYTES = min(1 << 38, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-# No number in a request is larger.
-_MOST = 1 << 62
 # Requests may be arbitrarily far apart; liveness is checked on the control connection.
 _FOREVER = 1e9
-_NO_CALL = Call(0)
 
 
-class Goodbye:
-    """The content of a worker's GOODBYE frame, with which it leaves.
+# Requests and replies.
 
-    Args:
-        reason: In words, without a full stop.
-        failed: Whether its script ended with an error.
-        cause: The job's failure, if the worker leaves because of it.
-        use: The number of the strategy that it leaves, if it stays itself; else 0.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meet:
+    """A request to take part in a collective.
+
+    Attributes:
+        step: The worker's step.
+        use: Number of the strategy that calls it.
+        join_barrier: The values for workers that join here, if they may.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        failed: bool,
-        cause: errors.CollectiveError | None = None,
-        use: int = 0,
-    ) -> None:
-        self.reason = reason
-        self.failed = failed
-        self.cause = cause
-        self.use = use
+    step: int
+    use: int
+    join_barrier: dict[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the goodbye as a JSON object."""
-        cause = None if self.cause is None else encode(self.cause).decode()
-        return {
-            "reason": self.reason[:1000],
-            "failed": self.failed,
-            "cause": cause,
-            "use": self.use,
-        }
 
-    @classmethod
-    def from_payload(cls, payload: bytes) -> Goodbye:
-        """Return the goodbye that `to_json` wrote.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Met:
+    """The reply to `Meet`, with the result.
 
-        Raises:
-            ProtocolError: It isn't a JSON object.
-        """
-        value = to_json(payload)
-        cause = value.get("cause")
-        return cls(
-            str(value.get("reason")),
-            value.get("failed") is True,
-            decode(cause)[0] if isinstance(cause, str) else None,
-            _whole({"use": value.get("use", 0)}, "use"),
-        )
+    Attributes:
+        ranks: The ranks that took part.
+        clocks: The worker's clock in each table that it uses.
+        joined: The ranks that have joined here.
+    """
+
+    ranks: tuple[int, ...] = ()
+    clocks: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    joined: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Open:
+    """A request to begin to use a table; see `ServedTables.open`."""
+
+    table: int
+    variables: tuple[Variable, ...]
+    has_values: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class First:
+    """A request for the first value of a new variable, with the worker's own."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Push:
+    """A request to add a step's changes, and to read; see `ServedTables.push`."""
+
+    table: int
+    clock: int
+    since: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pull:
+    """A request to read; see `ServedTables.pull`."""
+
+    table: int
+    since: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A request for the next number of a queue; see `BatchQueue.claim`."""
+
+    dataset: int
+    epoch: int
+    limit: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Enter:
+    """A request to join the others in the `fit` of this number."""
+
+    fit: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entered:
+    """The reply to `Enter`.
+
+    Attributes:
+        entry: The point at which the worker has joined; None: it waits longer.
+        requests: Number of the others' requests so far.
+    """
+
+    entry: Entry | None
+    requests: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Split:
+    """A report of each server's share of a step."""
+
+    loads: tuple[Load, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """A request for the statistics of tables and workers."""
+
+
+_REQUESTS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (Meet, Open, First, Push, Pull, Claim, Enter, Split, Stats)
+}
+
+
+def request_of(
+    record: Any, arrays: Sequence[Array] = (), call: Call | None = None
+) -> Message:
+    """Return a request as a message."""
+    meta = {"do": type(record).__name__, **to_object(record)}
+    return Message(FrameType.REQUEST, call or Call(0), meta, arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """The parts of a request beside its record."""
+
+    worker: WorkerRecord
+    message: Message
+    channel: Channel
+    deadline: Deadline
 
 
 class RequestHandler:
@@ -315,9 +393,15 @@ class RequestHandler:
         self._timeouts = timeouts
         self.on_split: Callable[[list[Load]], None] | None = None
         self._requests = 0
+        self._operations: dict[type[Any], Callable[[Any, _Asked], Reply]] = {
+            **{Meet: self._meet, Open: self._open, First: self._first},
+            **{Push: self._push, Pull: self._pull, Claim: self._claim},
+            **{Enter: self._enter, Split: self._split},
+            Stats: lambda request, asked: (self.stats(), []),
+        }
         self.batch_queue = BatchQueue()
         self.membership = Membership(size, settings.mode)
-        self.tables = ServedTables(server, servers, settings, self.membership, on_table)
+        self.tables = ServedTables(server, settings, self.membership, on_table)
         first = server == 0 or settings.mode == "sync"
         self.collectives = ServerCollectives(
             self.membership, self.tables, coordinates=first
@@ -354,10 +438,11 @@ class RequestHandler:
         if goodbye.use:
             self.membership.leave(worker, goodbye.use, goodbye.reason)
             return
-        if goodbye.cause is not None and self.settings.mode == "sync":
-            self.membership.fail(goodbye.cause)
-        if isinstance(goodbye.cause, errors.ServerLost):
-            self.server_lost = self.server_lost or goodbye.cause
+        cause = None if goodbye.cause is None else decode(goodbye.cause)[0]
+        if cause is not None and self.settings.mode == "sync":
+            self.membership.fail(cause)
+        if isinstance(cause, errors.ServerLost):
+            self.server_lost = self.server_lost or cause
         if goodbye.failed:
             self.membership.lose(worker, goodbye.reason)
         else:
@@ -374,12 +459,12 @@ class RequestHandler:
                 return "the server dropped it"
             except errors.ProtocolError as error:
                 seen = f"it violated the protocol ({str(error).rstrip('.')})"
-                self._answer_failure(channel, _NO_CALL, errors.CollectiveError(seen))
+                self._answer_failure(channel, Call(0), errors.CollectiveError(seen))
                 return seen
             except MemoryError as error:
                 seen = f"server {self.server} has no memory for its message ({error})"
                 log.log_in_background(logging.ERROR, "kerasdist: %s: %s.", worker, seen)
-                self._answer_failure(channel, _NO_CALL, errors.CollectiveError(seen))
+                self._answer_failure(channel, Call(0), errors.CollectiveError(seen))
                 return seen
             try:
                 reply = self._answer(worker, message, channel)
@@ -428,83 +513,91 @@ class RequestHandler:
     def _answer(
         self, worker: WorkerRecord, message: Message, channel: Channel
     ) -> Message:
-        deadline = Deadline(self._timeouts.collective)
-        meta, call, arrays = message.meta, message.call, message.arrays
-        do = meta.get("do")
-        # The requests of a joiner that waits for the others don't count as progress.
-        self._requests += do != "enter"
         if message.frame is not FrameType.REQUEST:
             raise unexpected(message.frame)
-        if do == "meet":
-            if self.settings.mode == "sync":
-                # There are no tables whose clocks have it.
-                worker.clock = max(worker.clock, _whole(meta, "step"))
-            place = channel.place if channel.kind == "shared_memory" else None
-            facts = (
-                meta.get("join_barrier")
-                if isinstance(meta.get("join_barrier"), dict)
-                else None
+        do = message.meta.get("do")
+        kind = _REQUESTS.get(str(do))
+        if kind is None:
+            raise ProtocolError(f"Unknown request. Received: do={do!r:.100}.")
+        request = read_record(message.meta, kind, "A request")
+        # The requests of a joiner that waits for the others don't count as progress.
+        self._requests += kind is not Enter
+        asked = _Asked(worker, message, channel, Deadline(self._timeouts.collective))
+        meta, arrays = self._operations[kind](request, asked)
+        return Message(FrameType.REPLY, message.call, meta, arrays)
+
+    def _meet(self, request: Meet, asked: _Asked) -> Reply:
+        worker, call = asked.worker, asked.message.call
+        if self.settings.mode == "sync":
+            # There are no tables whose clocks have it.
+            worker.clock = max(worker.clock, request.step)
+        shared = asked.channel.kind == "shared_memory"
+        result, ranks = self.collectives.join_round(
+            *(worker, call, asked.message.arrays),
+            asked.channel.place if shared else None,
+            asked.deadline,
+            request.join_barrier,
+            request.use,
+        )
+        with self.membership.changed:
+            clocks = self.tables.clocks_of(worker.rank)
+            joined = self.collectives.join_barrier.joined_at(call.sequence)
+        met = Met(ranks=tuple(ranks), clocks=clocks, joined=tuple(joined))
+        return to_object(met), result
+
+    def _open(self, request: Open, asked: _Asked) -> Reply:
+        layout = Layout(request.variables, self.servers)
+        reply = self.tables.open(
+            *(asked.worker, request.table, layout, asked.message.arrays),
+            asked.deadline,
+            has_values=request.has_values,
+        )
+        if self.snapshotter is not None:
+            self.snapshotter.request(at_once=True)
+        return reply
+
+    def _first(self, request: First, asked: _Asked) -> Reply:
+        if len(asked.message.arrays) != 1:
+            raise ProtocolError(
+                "A request is damaged. "
+                f"Received: {len(asked.message.arrays)} first values."
             )
-            use = _whole(meta, "use")
-            result, ranks = self.collectives.join_round(
-                worker, call, arrays, place, deadline, facts, use
+        (value,) = asked.message.arrays
+        return {}, self.tables.first_value(asked.worker, request.number, value)
+
+    def _push(self, request: Push, asked: _Asked) -> Reply:
+        reply = self.tables.push(
+            *(asked.worker, request.table, request.clock, request.since),
+            *(asked.message.arrays, asked.channel.place, asked.deadline),
+        )
+        if self.snapshotter is not None:
+            self.snapshotter.request()
+        return reply
+
+    def _pull(self, request: Pull, asked: _Asked) -> Reply:
+        place = asked.channel.place
+        return self.tables.pull(asked.worker, request.table, request.since, place)
+
+    def _claim(self, request: Claim, asked: _Asked) -> Reply:
+        self._await_claims(asked.deadline)
+        number = self.batch_queue.claim(
+            request.dataset, request.epoch, request.limit, request.last
+        )
+        return {"number": number}, []
+
+    def _enter(self, request: Enter, asked: _Asked) -> Reply:
+        barrier = self.collectives.join_barrier
+        entry = barrier.enter(asked.worker, request.fit, asked.deadline)
+        return to_object(Entered(entry=entry, requests=self._requests)), []
+
+    def _split(self, request: Split, asked: _Asked) -> Reply:
+        if len(request.loads) != self.servers:
+            raise ProtocolError(
+                f"A request is damaged. Received: {len(request.loads)} loads."
             )
-            with self.membership.changed:
-                clocks = self.tables.clocks_of(worker.rank)
-                joined = self.collectives.join_barrier.joined_at(call.sequence)
-            answer = {"ranks": ranks, "clocks": clocks, "joined": joined}
-            return Message(FrameType.REPLY, call, answer, result)
-        if do == "stats":
-            return Message(FrameType.REPLY, call, self.stats(), ())
-        if do == "claim":
-            names = ("dataset", "epoch", "limit", "last")
-            self._await_claims(deadline)
-            claimed = self.batch_queue.claim(*[_whole(meta, name) for name in names])
-            return Message(FrameType.REPLY, call, {"number": claimed}, ())
-        if do == "enter":
-            fit = _whole(meta, "fit")
-            entered = self.collectives.join_barrier.enter(worker, fit, deadline)
-            told = {"entered": entered, "requests": self._requests}
-            return Message(FrameType.REPLY, call, told, ())
-        if do == "split":
-            loads = loads_from_json(meta.get("loads"), self.servers)
-            if self.on_split is not None:
-                self.on_split(loads)
-            return Message(FrameType.REPLY, call, {}, ())
-        if do == "first":
-            if len(arrays) != 1:
-                raise errors.ProtocolError(
-                    f"A request is damaged. Received: {len(arrays)} first values."
-                )
-            number = _whole(meta, "number")
-            first = self.tables.first_value(worker, number, arrays[0])
-            return Message(FrameType.REPLY, call, {}, first)
-        number = _whole(meta, "table")
-        if do == "open":
-            answer, parts = self.tables.open(
-                *(worker, number, meta.get("variables"), arrays, deadline),
-                has_values=meta.get("has_values") is True,
-            )
-            if self.snapshotter is not None:
-                self.snapshotter.request(at_once=True)
-        elif do == "push":
-            answer, parts = self.tables.push(
-                worker,
-                number,
-                _whole(meta, "clock"),
-                _whole(meta, "since"),
-                arrays,
-                channel.place,
-                deadline,
-            )
-            if self.snapshotter is not None:
-                self.snapshotter.request()
-        elif do == "pull":
-            since = _whole(meta, "since")
-            answer, parts = self.tables.pull(worker, number, since, channel.place)
-        else:
-            raise errors.ProtocolError(f"Unknown request. Received: do={do!r}.")
-        return Message(FrameType.REPLY, call, answer, parts)
+        if self.on_split is not None:
+            self.on_split(list(request.loads))
+        return {}, []
 
     def _await_claims(self, deadline: Deadline) -> None:
         """Wait after a restart until all workers have reported their claims.
@@ -536,7 +629,7 @@ class RequestHandler:
                 }
                 for worker in self.membership.workers
             ]
-            events = [event.to_json() for event in self.events]
+            events = [to_object(event) for event in self.events]
         return {
             "server": self.server,
             "tables": self.tables.stats(),
@@ -564,10 +657,3 @@ class RequestHandler:
 _RETURN_SECONDS = 10.0
 # Seconds for sending a failure to a worker.
 _LAST_SECONDS = 5.0
-
-
-def _whole(meta: Any, name: str) -> int:
-    value = meta.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _MOST:
-        raise errors.ProtocolError(f"A request is damaged. Received: {name}={value!r}.")
-    return value

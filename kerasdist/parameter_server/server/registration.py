@@ -7,18 +7,20 @@ or, with mode="async", a new process with a lost worker's rank may join.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from kerasdist import errors
-from kerasdist.parameter_server.membership import WorkerProgress, WorkerRecord
+from kerasdist.parameter_server.membership import (
+    ServerHello,
+    WorkerProgress,
+    WorkerRecord,
+)
 from kerasdist.parameter_server.server.handler import RequestHandler
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import FrameType
+from kerasdist.transport.rendezvous.dial import refuse
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
@@ -32,14 +34,13 @@ GOODBYE_SECONDS = 5.0
 # Seconds that a server waits for connections before it looks at other things.
 LOOK_SECONDS = 0.25
 _SHORT_LOOK_SECONDS = 0.05
-_ANSWER_SECONDS = 5.0
 # Live workers retry about once per second; after this long the rest are presumed gone.
 RETURN_SECONDS = 10.0
 
 _ENDED = "its connection ended before all workers were connected"
 
 # A worker's rank, its connection, and its hello.
-Arrival = tuple[int, Connection, dict[str, Any]]
+Arrival = tuple[int, Connection, ServerHello]
 
 
 class Registrar:
@@ -142,18 +143,18 @@ class Registrar:
         return ended
 
     def _accept_handshake(
-        self, rank: int, connection: Connection, hello: dict[str, Any]
+        self, rank: int, connection: Connection, hello: ServerHello
     ) -> None:
         self._arrived_ranks.add(rank)
         worker = self._examine(rank, connection, hello)
         if worker is None:
             return
-        if hello.get("resume"):
-            _refuse(connection, self._no_snapshot())
+        if hello.resume is not None:
+            refuse(connection, self._no_snapshot())
             return
         older = self._pending.pop(rank, None)
         if older is not None:
-            _refuse(older[1], f"Another process connected as {worker}.")
+            refuse(older[1], f"Another process connected as {worker}.")
         self._pending[rank] = worker, connection
 
     def _missing(self, deadline: Deadline) -> errors.StartupError:
@@ -192,7 +193,7 @@ class Registrar:
         """Refuse all connected workers, with the reason why the job doesn't begin."""
         missing = error.missing if self._once else {}
         for _, connection in self._pending.values():
-            _refuse(connection, str(error), missing)
+            refuse(connection, str(error), missing)
         self._pending.clear()
         return error
 
@@ -207,12 +208,12 @@ class Registrar:
         ):
             for rank, connection, _ in self._take(_SHORT_LOOK_SECONDS):
                 self._arrived_ranks.add(rank)
-                _refuse(connection, message)
+                refuse(connection, message)
 
     # Later.
 
     def later(
-        self, rank: int, connection: Connection, hello: dict[str, Any]
+        self, rank: int, connection: Connection, hello: ServerHello
     ) -> tuple[WorkerRecord, bool] | None:
         """Admit or refuse a process that connects after the start.
 
@@ -238,16 +239,15 @@ class Registrar:
                 older = self._held.pop(rank, None)
                 self._held[rank] = rank, connection, hello
                 if older is not None:
-                    _refuse(older[1], f"Another process connected as {worker}.")
+                    refuse(older[1], f"Another process connected as {worker}.")
             elif refusal is None and returns:
-                progress = WorkerProgress.from_json(hello.get("resume"))
-                self._return(known, worker, progress)
+                self._return(known, worker, hello.resume or WorkerProgress())
             elif refusal is None:
                 self._join(known, worker, hello)
         if not hold:
             self._arrived_at.pop(worker.incarnation, None)
         if refusal is not None:
-            _refuse(connection, refusal)
+            refuse(connection, refusal)
         return None if hold or refusal is not None else (worker, not returns)
 
     def waiting(self) -> list[Arrival]:
@@ -257,7 +257,7 @@ class Registrar:
             for rank, (_, connection, hello) in list(self._held.items()):
                 if connection.ended:
                     self._held.pop(rank)[1].close()
-                    self._arrived_at.pop(str(hello["incarnation"]), None)
+                    self._arrived_at.pop(hello.incarnation, None)
             ready = [
                 arrival
                 for rank, arrival in self._held.items()
@@ -267,34 +267,32 @@ class Registrar:
                 del self._held[rank]
         return ready
 
-    def _waits(self, rank: int, hello: dict[str, Any]) -> bool:
+    def _waits(self, rank: int, hello: ServerHello) -> bool:
         """Return whether a new process has to be held for now. Under `changed`."""
         return self._answers(rank, hello) is None or self._is_open(rank, hello)
 
-    def _answers(self, rank: int, hello: dict[str, Any]) -> bool | None:
+    def _answers(self, rank: int, hello: ServerHello) -> bool | None:
         """Return whether another process with this rank is alive; None: unknown yet.
 
         A frame from it after the new one's arrival proves it. Else it's lost after
         `heartbeat` seconds, and its connection ends at once if it was killed.
         """
         here = self._handler.membership.workers[rank]
-        if here.state != "live" or here.incarnation == hello.get("incarnation"):
+        if here.state != "live" or here.incarnation == hello.incarnation:
             return False
         received = self._last_received(here)
         if received is None:
             return False
-        arrival = self._arrived_at.setdefault(
-            str(hello["incarnation"]), time.monotonic()
-        )
+        arrival = self._arrived_at.setdefault(hello.incarnation, time.monotonic())
         return True if received > arrival else None
 
-    def _is_open(self, rank: int, hello: dict[str, Any]) -> bool:
+    def _is_open(self, rank: int, hello: ServerHello) -> bool:
         """Return whether it is open if a new process joins others. Under `changed`."""
         workers = self._handler.membership.workers
         if (
             self._all_restarted
             or self._handler.server != 0
-            or hello.get("join_barrier") is not True
+            or not hello.join_barrier
             or not (self._handler.resumed and workers[rank].returned)
             or any(each.returned and each.state == "live" for each in workers)
         ):
@@ -312,7 +310,7 @@ class Registrar:
         self,
         known: WorkerRecord,
         worker: WorkerRecord,
-        hello: dict[str, Any],
+        hello: ServerHello,
         *,
         returns: bool,
     ) -> str | None:
@@ -323,7 +321,7 @@ class Registrar:
             return (
                 f"{worker} reconnected too late: the job was started again without it"
             )
-        if hello.get("resume") and not returns:
+        if hello.resume is not None and not returns:
             if known.incarnation == worker.incarnation:
                 return f"{worker} was taken for lost, and reconnected too late"
             return self._no_snapshot()
@@ -355,24 +353,22 @@ class Registrar:
         self._handler.membership.enter(worker, "returned")
 
     def _join(
-        self, known: WorkerRecord, worker: WorkerRecord, hello: dict[str, Any]
+        self, known: WorkerRecord, worker: WorkerRecord, hello: ServerHello
     ) -> None:
-        members, met = self._handler.membership, hello.get("met")
+        members = self._handler.membership
         # As server 0 decided, or by this server's own decision.
-        worker.joining = hello.get("join_barrier") is True and (
-            hello.get("joining") is True
-            if isinstance(hello.get("joining"), bool)
-            else self._others_train(known)
+        worker.joining = hello.join_barrier and (
+            self._others_train(known) if hello.joining is None else hello.joining
         )
         # All others wait for it from the start, or none of them do.
         self._all_restarted = self._all_restarted or (
-            self._handler.resumed
-            and hello.get("join_barrier") is True
-            and not worker.joining
+            self._handler.resumed and hello.join_barrier and not worker.joining
         )
         members.lose(known, "another process joined with its rank")
         # Server 0 knows the last finished collective; the joiner reports it to others.
-        worker.met = met if isinstance(met, int) else self._handler.collectives.number
+        worker.met = (
+            self._handler.collectives.number if hello.met is None else hello.met
+        )
         if self._handler.server == 0:
             # A joiner doesn't take part in collectives that any worker has finished.
             worker.met = max(worker.met, *(each.met for each in members.workers))
@@ -388,22 +384,21 @@ class Registrar:
     # At any time.
 
     def _examine(
-        self, rank: int, connection: Connection, hello: dict[str, Any]
+        self, rank: int, connection: Connection, hello: ServerHello
     ) -> WorkerRecord | None:
         """Return the worker of a connection; None if it was refused."""
         here = self._handler.server
         mine = self._handler.settings.agreed()
-        theirs = hello.get("settings")
-        incarnation, replicas = hello.get("incarnation"), hello.get("replicas")
-        if hello.get("line") != "control":
+        theirs = hello.settings
+        if hello.line != "control":
             connection.close()
             return None
         if not 0 <= rank < len(self._workers):
             fault = f"There is no rank {rank} among {len(self._workers)} workers."
-        elif hello.get("server") != here:
+        elif hello.server != here:
             fault = (
                 f"This is server {here} of the job. Received: server="
-                f"{hello.get('server')!r}. Are the servers' addresses the same, in the "
+                f"{hello.server}. Are the servers' addresses the same, in the "
                 "same order, in all tasks?"
             )
         elif theirs != mine:
@@ -413,12 +408,11 @@ class Registrar:
                 "arguments."
             )
             self._different = fault
-        elif not isinstance(incarnation, str) or not isinstance(replicas, int):
-            fault = f"A hello is damaged. Received: {hello!r}."
         else:
-            address = self._workers[rank]
-            return WorkerRecord(rank, address, incarnation, replicas, "live")
-        _refuse(connection, fault)
+            return WorkerRecord(
+                *(rank, self._workers[rank], hello.incarnation, hello.replicas, "live")
+            )
+        refuse(connection, fault)
         return None
 
     def _no_snapshot(self) -> str:
@@ -433,21 +427,3 @@ class Registrar:
             connection.close()
         for _, connection, _ in self._held.values():
             connection.close()
-
-
-def missing_from_json(value: object) -> dict[int, str]:
-    """Return the missing workers that a refusal lists, with the reasons."""
-    if not isinstance(value, dict):
-        return {}
-    return {int(rank): str(why) for rank, why in value.items() if str(rank).isdecimal()}
-
-
-def _refuse(
-    connection: Connection, message: str, missing: Mapping[int, str] | None = None
-) -> None:
-    with contextlib.suppress(OSError):
-        answer: dict[str, Any] = {"message": message}
-        if missing:
-            answer["missing"] = dict(missing)
-        connection.write_json(FrameType.REFUSAL, answer, Deadline(_ANSWER_SECONDS))
-    connection.close()

@@ -31,18 +31,23 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.errors import ServerLost, WorkerLost
+from kerasdist.errors import ProtocolError, ServerLost, WorkerLost
+from kerasdist.parameter_server.channel import SocketChannel
 from kerasdist.parameter_server.layout import Layout, ServerSettings
-from kerasdist.parameter_server.membership import Event, WorkerRecord
-from kerasdist.parameter_server.server.handler import (
+from kerasdist.parameter_server.membership import (
+    Event,
     Goodbye,
+    ServerHello,
+    ServerRoster,
+    WorkerRecord,
+)
+from kerasdist.parameter_server.server.handler import (
     Load,
     RequestHandler,
     loads_of,
@@ -52,23 +57,30 @@ from kerasdist.parameter_server.server.registration import (
     GOODBYE_SECONDS,
     LOOK_SECONDS,
     PURPOSE,
+    Arrival,
     Registrar,
 )
-from kerasdist.parameter_server.socket_channel import SocketChannel
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
-from kerasdist.transport.framing import FrameType, to_json, unexpected
+from kerasdist.transport.framing import (
+    FrameType,
+    read_record,
+    to_json,
+    to_object,
+    unexpected,
+)
 from kerasdist.transport.liveness.failure_protocol import encode, hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
+from kerasdist.transport.rendezvous.dial import answer, refuse
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import host_key
 
 # The process of a parameter server: its output, and its reports to the launcher.
 
-_FLUSH_SECONDS = 1.0
+FLUSH_SECONDS = 1.0
 
 
 def run_server(
@@ -89,16 +101,15 @@ def run_server(
         KerasDistError: As `ParameterServer` and its `serve`.
     """
     hand_over_final_error()
-    count = len(cluster.servers)
-    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+    name = name_of(cluster)
 
     def opened(layout: Layout) -> None:
         share = share_in_words(loads_of(layout), cluster.task_index)
-        _log_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
+        log_line(f"{name} holds {share}; variables: {len(layout.variables):,}.")
 
     def split(loads: list[Load]) -> None:
         share = share_in_words(loads, cluster.task_index)
-        _log_line(f"{name} gets of each worker and step: {share}.")
+        log_line(f"{name} gets of each worker and step: {share}.")
 
     launcher = ServerReporter(cluster.task_index)
 
@@ -122,7 +133,7 @@ def run_server(
         members.on_event.insert(
             0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
         )
-    _log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
+    log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for served in server.handler.tables.tables.values():  # those of a snapshot
         opened(served.layout)
     try:
@@ -131,12 +142,12 @@ def run_server(
         # It may end before the lost task does.
         launcher.gave_up()
         raise
-    _log_line(
+    log_line(
         f"{name} has finished: {stats['requests']:,} requests, "
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
         f"{_staleness_in_words(stats['tables'])}."
     )
-    log.flush(_FLUSH_SECONDS)
+    log.flush(FLUSH_SECONDS)
 
 
 def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
@@ -155,14 +166,18 @@ def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
     )
 
 
-def _log_line(text: str) -> None:
-    # Some of it is written while a worker waits for its reply.
+def name_of(cluster: Cluster) -> str:
+    """Return the name of this process, a server, in its output."""
+    count = len(cluster.servers)
+    return f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+
+
+def log_line(text: str) -> None:
+    """Log in the background: some of it while a worker waits for its reply."""
     log.log_in_background(logging.INFO, "%s", text)
 
 
 # The control connections of a server's workers: frames from them, events to them.
-
-_ANSWER_SECONDS = 5.0
 
 
 class ControlConnections:
@@ -191,14 +206,11 @@ class ControlConnections:
         handler.membership.on_failure.append(self._fail)
 
     def open(
-        self, worker: WorkerRecord, connection: Connection, roster: dict[str, Any]
+        self, worker: WorkerRecord, connection: Connection, roster: ServerRoster
     ) -> None:
         """Answer a worker's hello, and watch its connection from now on."""
-        try:
-            deadline = Deadline(_ANSWER_SECONDS)
-            connection.write_json(FrameType.ROSTER, roster, deadline)
-        except OSError:  # it died since: the heartbeat notices that
-            pass
+        # Of one that died since the heartbeat notices that.
+        answer(connection, roster)
         self._heartbeat.add(_key(worker), connection)
 
     def last_received(self, worker: WorkerRecord) -> float | None:
@@ -221,7 +233,8 @@ class ControlConnections:
         if kind is not FrameType.GOODBYE:
             raise unexpected(kind)
         if worker is not None:
-            self._handler.on_goodbye(worker, Goodbye.from_payload(payload))
+            goodbye = read_record(to_json(payload), Goodbye, "A goodbye")
+            self._handler.on_goodbye(worker, goodbye)
 
     def _ended(self, key: Hashable, reason: str) -> None:
         worker = self._worker(key)
@@ -253,7 +266,7 @@ class ControlConnections:
 
     def _announce(self, event: Event) -> None:
         members = self._handler.membership
-        payload = json.dumps(event.to_json()).encode()
+        payload = json.dumps(to_object(event)).encode()
         for worker in members.workers:
             if worker.state == "live" and worker.rank != event.rank:
                 self._heartbeat.post(_key(worker), FrameType.EVENT, payload)
@@ -336,7 +349,6 @@ class ParameterServer:
         self._timeouts = timeouts or Timeouts()
         self._host = host or host_key()
         self._session = session or session_name(cluster)
-        self._incarnation = secrets.token_hex(8)
         self._stop = threading.Event()
         self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
         self._lock = threading.Lock()
@@ -350,7 +362,8 @@ class ParameterServer:
         )
         self._on_start = on_start
         self._registrar = Registrar(
-            *(self.handler, self.address, cluster.workers, self._take, self._stop),
+            *(self.handler, self.address, cluster.workers),
+            *(lambda seconds: self._take(seconds, self._stop), self._stop),
             last_received=lambda worker: self._control.last_received(worker),
             once=session is not None,
         )
@@ -404,16 +417,15 @@ class ParameterServer:
         # Workers of a snapshot that don't reconnect aren't waited for for ever.
         patience = Deadline(self._settings.restart_timeout)
         while not self._stop.is_set():
-            for arrival in (*self._take(LOOK_SECONDS), *self._registrar.waiting()):
+            new = self._take(LOOK_SECONDS, self._stop)
+            for arrival in (*new, *self._registrar.waiting()):
                 self._let_in(*arrival)
             if self.handler.resumed and patience.expired:
                 self._give_up_on_absent(patience)
         # Workers that connect to a failed job are sent the reason.
         goodbye = Deadline(GOODBYE_SECONDS)
         while not (members.over or goodbye.expired or self._closed):
-            new = self._listener.pending.take_any(
-                self._session, PURPOSE, _SHORT_LOOK_SECONDS
-            )
+            new = self._take(_SHORT_LOOK_SECONDS)
             for arrival in (*new, *self._registrar.waiting()):
                 self._let_in(*arrival)
         with members.changed:
@@ -470,14 +482,25 @@ class ParameterServer:
         for worker, connection in pending:
             self._open_control(worker, connection, joined=False)
 
-    def _take(self, seconds: float) -> Sequence[tuple[int, Connection, Any]]:
-        return self._listener.pending.take_any(
-            self._session, PURPOSE, seconds, self._stop
-        )
+    def _take(
+        self, seconds: float, stop: threading.Event | None = None
+    ) -> list[Arrival]:
+        """Return the connections of workers; others are refused."""
+        arrived: list[Arrival] = []
+        for rank, connection, hello in self._listener.pending.take_any(
+            *(self._session, PURPOSE, seconds, stop)
+        ):
+            try:
+                found = read_record(hello, ServerHello, "A hello")
+            except ProtocolError as error:
+                refuse(connection, str(error))
+                continue
+            arrived.append((rank, connection, found))
+        return arrived
 
-    def _let_in(self, rank: int, connection: Connection, hello: dict[str, Any]) -> None:
+    def _let_in(self, rank: int, connection: Connection, hello: ServerHello) -> None:
         try:
-            if hello.get("line") == "data":
+            if hello.line == "data":
                 self._serve_requests(rank, connection, hello)
                 return
             found = self._registrar.later(rank, connection, hello)
@@ -496,27 +519,24 @@ class ParameterServer:
         self, worker: WorkerRecord, connection: Connection, *, joined: bool
     ) -> None:
         workers = self.handler.membership.workers
-        roster = {
-            "server": self.index,
-            "incarnation": self._incarnation,
-            "host": self._host,
-            "unix_name": self._listener.unix_name,
-            "replicas": [each.replicas for each in workers],
-            "met": worker.met,
-            "joined": joined,
-            "joining": worker.joining,
-            "resumed": self.handler.resumed,
-            "seed": self.handler.tables.seed,
-        }
+        roster = ServerRoster(
+            host=self._host,
+            unix_name=self._listener.unix_name,
+            replicas=tuple(each.replicas for each in workers),
+            met=worker.met,
+            joined=joined,
+            joining=worker.joining,
+            resumed=self.handler.resumed,
+            seed=self.handler.tables.seed,
+        )
         self._control.open(worker, connection, roster)
 
     def _serve_requests(
-        self, rank: int, connection: Connection, hello: dict[str, Any]
+        self, rank: int, connection: Connection, hello: ServerHello
     ) -> None:
         members = self.handler.membership
-        incarnation = str(hello.get("incarnation"))
         worker = (
-            members.current(rank, incarnation)
+            members.current(rank, hello.incarnation)
             if 0 <= rank < len(members.workers)
             else None
         )
@@ -524,14 +544,14 @@ class ParameterServer:
             if worker is None or self._closed:
                 connection.close()
                 return
-            channel = SocketChannel(connection, shared=hello.get("shared") is True)
+            channel = SocketChannel(connection, shared=hello.shared)
             thread = threading.Thread(
                 target=self._answer,
                 args=(worker, channel),
                 name=f"kerasdist-server {self.index} rank {rank}",
                 daemon=True,
             )
-            self._serving[incarnation] = channel, thread
+            self._serving[hello.incarnation] = channel, thread
             thread.start()
 
     def _answer(self, worker: WorkerRecord, channel: SocketChannel) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.outer_products import factors_of
+from kerasdist._tf.tensor_origins import factors_of
 from kerasdist.compression.contract import Compressor, Memory, OuterProducts
 
 

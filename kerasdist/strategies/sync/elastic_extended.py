@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras import ArrayData, ItemData, KerasHooks, StepTimer
-from kerasdist._keras.checkpoint_file import CheckpointFile
+from kerasdist._keras.elastic.training_state import CheckpointFile
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.item_codec import in_elastic_job
 from kerasdist.strategies.data.own_rows import has_own_policy, is_by_file

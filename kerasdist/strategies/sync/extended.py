@@ -116,9 +116,20 @@ class SynchronousExtended(SharingExtended):
                 end_window=partial(end_window, workers),
                 sum_over_replicas=partial(sum_over_replicas, workers),
                 check=partial(check_optimizer, options.compression),
+                words=self._gradients_in_words(options),
             ),
             data=self.data,
+            local=self._make_local(),
         )
+
+    def _gradients_in_words(self, options: Options) -> str:
+        """Return how gradients are summed, for the start-up line; empty: whole."""
+        given = options.compression
+        return "" if given is None else f"gradients sent by {given!r}"
+
+    def _make_local(self) -> Any:
+        """Return the hooks of local steps; None: gradients are reduced."""
+        return None
 
     @property
     def workers_in_sync(self) -> int:

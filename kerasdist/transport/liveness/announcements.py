@@ -22,11 +22,12 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
 
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ProtocolError
+from kerasdist.transport.framing import Count, read_record, to_object
 
 # Disconnecting connections that another library of this process made.
 #
@@ -54,29 +55,40 @@ def disconnect(address: str) -> int:
         return 0
     targets = {(_plain(info[4][0]), port) for info in found}
     count = 0
-    for name in os.listdir(_DESCRIPTORS):
-        # Closed meanwhile, no socket, no connection, or one that is over already.
+    for sock in open_sockets():
+        # Closed meanwhile, no connection, or one that is over already.
         with contextlib.suppress(OSError):
-            count += _shut_down_one(int(name), targets)
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                peer = sock.getpeername()
+                if (_plain(peer[0]), peer[1]) in targets:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    count += 1
     return count
 
 
-def _shut_down_one(descriptor: int, targets: set[tuple[str, int]]) -> int:
-    # A copy: Python's object closes its descriptor.
+def open_sockets() -> Iterator[socket.socket]:
+    """Yield the sockets of this process, each until the next one is asked for."""
+    for name in os.listdir(_DESCRIPTORS):
+        try:
+            sock = socket_of(int(name))
+        except OSError:  # closed meanwhile, or no socket
+            continue
+        with sock:
+            yield sock
+
+
+def socket_of(descriptor: int) -> socket.socket:
+    """Return a socket's descriptor as an object, which closes only a copy of it.
+
+    Raises:
+        OSError: It isn't a socket.
+    """
     copy = os.dup(descriptor)
     try:
-        sock = socket.socket(fileno=copy)
+        return socket.socket(fileno=copy)
     except OSError:
         os.close(copy)
         raise
-    with sock:
-        if sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return 0
-        peer = sock.getpeername()
-        if (_plain(peer[0]), peer[1]) not in targets:
-            return 0
-        sock.shutdown(socket.SHUT_RDWR)
-        return 1
 
 
 def _plain(host: object) -> str:
@@ -88,7 +100,6 @@ def _plain(host: object) -> str:
 _MOST_TOPICS = 1000
 # Seconds until the request is sent to the chief again; doubled each time.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
-_STATES = ("begun", "done", "failed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +115,9 @@ class Announcement:
     """
 
     topic: str
-    place: int
-    count: int
-    state: str
+    place: Count
+    count: Count
+    state: Literal["begun", "done", "failed"]
     facts: dict[str, Any]
 
 
@@ -202,7 +213,10 @@ class Announcements:
         with self._changed:
             last = self._last.get(topic)
             count = last.count + 1 if last is not None and last.place == place else 1
-            self._announce(topic, place, count, "begun", {})
+            begun = Announcement(
+                topic=topic, place=place, count=count, state="begun", facts={}
+            )
+            self._announce(begun)
 
     def end(self, topic: str, facts: dict[str, Any], *, failed: bool = False) -> None:
         """Announce that the chief finished, or failed, the action that it began.
@@ -214,17 +228,12 @@ class Announcements:
         """
         with self._changed:
             last = self._last[topic]
-            state = "failed" if failed else "done"
-            self._announce(topic, last.place, last.count, state, facts)
+            state: Any = "failed" if failed else "done"
+            self._announce(dataclasses.replace(last, state=state, facts=facts))
 
-    def _announce(
-        self, topic: str, place: int, count: int, state: str, facts: dict[str, Any]
-    ) -> None:
-        found = Announcement(
-            topic=topic, place=place, count=count, state=state, facts=facts
-        )
+    def _announce(self, found: Announcement) -> None:
         self._keep(found)
-        self._send({"do": "state", **dataclasses.asdict(found)}, None)
+        self._send({"do": "state", **to_object(found)}, None)
 
     # On the others.
 
@@ -303,25 +312,12 @@ class Announcements:
         if self._rank == 0 and do == "ask":
             self._send({"do": "place", "place": self._place()}, sender)
         elif self._rank != 0 and sender == 0 and do == "place":
+            place = read_record(value.get("place"), Count, "An announcement")
             with self._changed:
-                place = _whole(value, "place")
                 self._chiefs_place = max(self._chiefs_place, place)
                 self._changed.notify_all()
         elif self._rank != 0 and sender == 0 and do == "state":
-            topic, state, facts = (value.get(n) for n in ("topic", "state", "facts"))
-            if (
-                not isinstance(topic, str)
-                or state not in _STATES
-                or not isinstance(facts, dict)
-            ):
-                raise ProtocolError(f"An announcement is damaged: {value!r:.500}.")
-            found = Announcement(
-                topic=topic,
-                place=_whole(value, "place"),
-                count=_whole(value, "count"),
-                state=str(state),
-                facts=facts,
-            )
+            found = read_record(value, Announcement, "An announcement")
             with self._changed:
                 self._keep(found)
                 self._changed.notify_all()
@@ -333,10 +329,3 @@ class Announcements:
         self._last[found.topic] = found
         while len(self._last) > _MOST_TOPICS:
             self._last.popitem(last=False)
-
-
-def _whole(value: dict[str, Any], name: str) -> int:
-    number = value.get(name)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ProtocolError(f"An announcement is damaged: {name}={number!r:.100}.")
-    return number

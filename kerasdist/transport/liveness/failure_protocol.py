@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -15,10 +14,10 @@ from typing import Any, Protocol
 
 from kerasdist import errors
 from kerasdist.transport.base import Peer
-from kerasdist.transport.framing import Call
+from kerasdist.transport.framing import Call, from_plain, to_object
 from kerasdist.transport.liveness.launcher_pipe import (
+    InheritedDescriptor,
     descriptor_in_words,
-    descriptor_named,
 )
 
 # The error that ends a script, passed to the launcher in a file.
@@ -55,20 +54,16 @@ class FinalError:
 
     def encode(self) -> bytes:
         """Return the file's content, for `decode`."""
-        return json.dumps(dataclasses.asdict(self)).encode()
+        return json.dumps(to_object(self)).encode()
 
     @staticmethod
     def decode(data: bytes) -> FinalError | None:
         """Return the error in a file's content; None if there is none."""
         try:
-            value = json.loads(data)
-            return FinalError(
-                text=str(value["text"]),
-                message=str(value["message"]),
-                consequence=bool(value["consequence"]),
-            )
-        except (ValueError, LookupError, TypeError, RecursionError):
+            found: FinalError = from_plain(json.loads(data), FinalError)
+        except (ValueError, TypeError, RecursionError):
             return None
+        return found
 
 
 def final_exception() -> BaseException | None:
@@ -83,12 +78,9 @@ def hand_over_final_error() -> None:
     Does nothing without a launcher, and where the script has set a `sys.excepthook` of
     its own. Can be called twice.
     """
-    named = os.environ.get(ERROR_VARIABLE, "")
-    descriptor = descriptor_named(named, stat.S_ISREG)
-    if descriptor is None or sys.excepthook is not sys.__excepthook__:
+    file = InheritedDescriptor(ERROR_VARIABLE, stat.S_ISREG)
+    if file.get() is None or sys.excepthook is not sys.__excepthook__:
         return
-    with contextlib.suppress(OSError):
-        os.set_inheritable(descriptor, False)
 
     def hook(
         kind: type[BaseException],
@@ -103,16 +95,15 @@ def hand_over_final_error() -> None:
             message=message[:_MOST_ERROR_CHARACTERS],
             consequence=consequence,
         )
-        if not (_write(named, final.encode()) and consequence):
+        if not (_write(file, final.encode()) and consequence):
             sys.__excepthook__(kind, error, frames)
 
     sys.excepthook = hook
 
 
-def _write(named: str, data: bytes) -> bool:
+def _write(file: InheritedDescriptor, data: bytes) -> bool:
     """Write the file; return whether all of it was written."""
-    # Checked again: the script may have closed it, and opened another file.
-    descriptor = descriptor_named(named, stat.S_ISREG)
+    descriptor = file.get()
     if descriptor is None:
         return False
     try:
@@ -168,18 +159,11 @@ class EndedTasks:
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
-        environ = os.environ if environ is None else environ
-        self._named = environ.get(ENDED_VARIABLE, "")
-        descriptor = descriptor_named(self._named, stat.S_ISREG)
-        if descriptor is not None:
-            # This process had to inherit it; processes of the script mustn't.
-            with contextlib.suppress(OSError):
-                os.set_inheritable(descriptor, False)
+        self._file = InheritedDescriptor(ENDED_VARIABLE, stat.S_ISREG, environ)
 
     def read(self) -> frozenset[int]:
         """Return the ranks of the tasks that have ended for good."""
-        # Checked again: the script may have closed it, and opened another file.
-        descriptor = descriptor_named(self._named, stat.S_ISREG)
+        descriptor = self._file.get()
         if descriptor is None:
             return frozenset()
         try:

@@ -25,9 +25,9 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from kerasdist import errors
+from kerasdist.transport.framing import from_plain, to_object
 
 # The launcher's standard error, which the chief takes when its start is over.
 #
@@ -102,7 +102,7 @@ class Report:
 
     def encode(self) -> bytes:
         """Return the line, with its end."""
-        return json.dumps(dataclasses.asdict(self)).encode() + b"\n"
+        return json.dumps(to_object(self)).encode() + b"\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,13 +127,11 @@ class Notice:
 
     def encode(self) -> bytes:
         """Return the line, with its end; a long reason is cut."""
-        reason = self.reason
-        while True:
-            short = dataclasses.replace(self, reason=reason)
-            line = json.dumps({"notice": dataclasses.asdict(short)}).encode() + b"\n"
-            if len(line) <= _MOST_BYTES or not reason:
-                return line
-            reason = reason[: len(reason) * 3 // 4]
+        short = dataclasses.replace(
+            self, reason=self.reason[: len(self.reason) * 3 // 4]
+        )
+        line = json.dumps({"notice": to_object(self)}).encode() + b"\n"
+        return line if len(line) <= _MOST_BYTES or not self.reason else short.encode()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,26 +162,11 @@ class Members:
 
     def encode(self) -> bytes:
         """Return the line, with its end; a long list is cut, but for the chief."""
-        ranks = self.ranks
-        while True:
-            short = dataclasses.replace(self, ranks=ranks)
-            line = json.dumps({"members": dataclasses.asdict(short)}).encode() + b"\n"
-            if len(line) <= _MOST_BYTES or len(ranks) == 1:
-                return line
-            ranks = ranks[: len(ranks) * 3 // 4]
-
-    @staticmethod
-    def decode(value: Any) -> Members | None:
-        """Return the record that JSON holds; None if it has no chief."""
-        members = Members(
-            job=str(value["job"]),
-            epoch=int(value["epoch"]),
-            ranks=tuple(map(int, value["ranks"])),
-            size=int(value["size"]),
-            step=int(value["step"]),
-            pause=float(value["pause"]),
-        )
-        return members if members.ranks else None
+        line = json.dumps({"members": to_object(self)}).encode() + b"\n"
+        if len(line) <= _MOST_BYTES or len(self.ranks) == 1:
+            return line
+        ranks = self.ranks[: len(self.ranks) * 3 // 4]
+        return dataclasses.replace(self, ranks=ranks).encode()
 
 
 def decode(line: bytes) -> Report | Notice | Members | None:
@@ -191,29 +174,16 @@ def decode(line: bytes) -> Report | Notice | Members | None:
     try:
         value = json.loads(line)
         if "members" in value:
-            return Members.decode(value["members"])
-        if "notice" in value:
-            value = value["notice"]
-            return Notice(
-                server=int(value["server"]),
-                kind=str(value["kind"]),
-                rank=_number(value["rank"]),
-                reason=str(value["reason"]),
-                patience=float(value["patience"]),
-            )
-        return Report(
-            job=str(value["job"]),
-            rank=int(value["rank"]),
-            error=str(value["error"]),
-            blames=_number(value["blames"]),
-            server=_number(value.get("server")),
+            members: Members = from_plain(value["members"], Members)
+            return members if members.ranks else None
+        found: Report | Notice = (
+            from_plain(value["notice"], Notice)
+            if "notice" in value
+            else from_plain(value, Report)
         )
-    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+    except (ValueError, TypeError, RecursionError):
         return None
-
-
-def _number(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return found
 
 
 class LauncherPipe:
@@ -247,27 +217,43 @@ class LauncherPipe:
             found += [each for line in lines if (each := decode(line)) is not None]
 
 
-class _WritingEnd:
-    """The writing end of the launcher's pipe, if there is a launcher.
+class InheritedDescriptor:
+    """A descriptor that this process has inherited from a launcher, if there is one.
 
     Args:
-        environ: The environment with `KERASDIST_REPORT_FD`; the process's by default.
+        variable: The variable that names it.
+        is_kind: See `descriptor_named`.
+        environ: The environment; the process's by default.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None) -> None:
-        self._named = (os.environ if environ is None else environ).get(
-            REPORT_VARIABLE, ""
-        )
-        descriptor = descriptor_named(self._named, stat.S_ISFIFO)
+    def __init__(
+        self,
+        variable: str,
+        is_kind: Callable[[int], bool],
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._named = (os.environ if environ is None else environ).get(variable, "")
+        self._is_kind = is_kind
+        descriptor = self.get()
         if descriptor is not None:
             # This process had to inherit it; processes of the script mustn't.
             with contextlib.suppress(OSError):
                 os.set_inheritable(descriptor, False)
 
+    def get(self) -> int | None:
+        """Return it; None if the script has closed it, or opened another file."""
+        return descriptor_named(self._named, self._is_kind)
+
+
+class _WritingEnd(InheritedDescriptor):
+    """The writing end of the launcher's pipe, if there is a launcher."""
+
+    def __init__(self, environ: Mapping[str, str] | None) -> None:
+        super().__init__(REPORT_VARIABLE, stat.S_ISFIFO, environ)
+
     def write(self, line: bytes) -> None:
         """Write a line. Never waits, and never raises `OSError`."""
-        # Checked again: the script may have closed it, and opened another file.
-        descriptor = descriptor_named(self._named, stat.S_ISFIFO)
+        descriptor = self.get()
         if descriptor is None:
             return
         # Full, or not read any more: then the launcher has to guess.

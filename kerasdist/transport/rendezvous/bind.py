@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.liveness.announcements import open_sockets, socket_of
 from kerasdist.transport.rendezvous.waiting_notice import look_up
 
 # Servers that another library of this process opens without authentication.
@@ -25,7 +26,6 @@ from kerasdist.transport.rendezvous.waiting_notice import look_up
 # other addresses than the task's own.
 
 _WORD = "KERASDIST_ALLOW_OPEN_SERVERS"
-_DESCRIPTORS = "/dev/fd"
 _NAME_SECONDS = 10.0
 _MOST_ADDRESSES = 16
 
@@ -89,10 +89,10 @@ def narrow(address: str) -> bool:
         return False
     program = _program(own)
     count = 0
-    for name in os.listdir(_DESCRIPTORS):
+    for sock in open_sockets():
         # Closed meanwhile, or no listening socket of that port.
         with contextlib.suppress(OSError):
-            count += _narrow_one(int(name), port, program)
+            count += _narrow_one(sock, port, program)
     return count > 0
 
 
@@ -129,28 +129,26 @@ def _is_own(
     return True
 
 
-def _narrow_one(descriptor: int, port: int, program: Sequence[_Instruction]) -> int:
-    # A copy: Python's object closes its descriptor.
-    copy = os.dup(descriptor)
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:
-        os.close(copy)
-        raise
-    with sock:
-        if (
-            sock.family not in (socket.AF_INET, socket.AF_INET6)
-            or not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            or sock.getsockname()[1] != port
-        ):
-            return 0
-        code = b"".join(struct.pack("=HBBI", *each) for each in program)
-        room = ctypes.create_string_buffer(code, len(code))
-        pointer = ctypes.addressof(room)
-        sock.setsockopt(
-            socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", len(program), pointer)
-        )
-        return 1
+def _narrow_one(
+    sock: socket.socket, port: int, program: Sequence[_Instruction]
+) -> bool:
+    if not _listens_at(sock, port):
+        return False
+    code = b"".join(struct.pack("=HBBI", *each) for each in program)
+    room = ctypes.create_string_buffer(code, len(code))
+    pointer = ctypes.addressof(room)
+    sock.setsockopt(
+        socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", len(program), pointer)
+    )
+    return True
+
+
+def _listens_at(sock: socket.socket, port: int) -> bool:
+    return (
+        sock.family in (socket.AF_INET, socket.AF_INET6)
+        and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        and sock.getsockname()[1] == port
+    )
 
 
 def _program(own: Sequence[_Address]) -> list[_Instruction]:
@@ -311,21 +309,11 @@ def inherited_socket(port: int) -> socket.socket | None:
     if not number.isdigit():
         return None
     try:
-        copy = os.dup(int(number))
-    except (OSError, OverflowError):
-        return None
-    try:
-        sock = socket.socket(fileno=copy)
-    except OSError:  # it isn't a socket
-        os.close(copy)
+        sock = socket_of(int(number))
+    except (OSError, OverflowError):  # closed, or it isn't a socket
         return None
     with contextlib.suppress(OSError):
-        internet = sock.family in (socket.AF_INET, socket.AF_INET6)
-        if (
-            internet
-            and sock.getsockname()[1] == port
-            and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        ):
+        if _listens_at(sock, port):
             return sock
     sock.close()
     return None

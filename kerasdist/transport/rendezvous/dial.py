@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from kerasdist import errors
@@ -15,6 +16,12 @@ from kerasdist.transport import handshake
 from kerasdist.transport.base import Connection
 from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Cancellation, Deadline
+from kerasdist.transport.framing import (
+    FrameType,
+    read_record,
+    to_object,
+    unexpected,
+)
 from kerasdist.transport.handshake import is_loopback, why_not_same_user
 from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.waiting_notice import (
@@ -34,6 +41,8 @@ _CONNECT_SECONDS = 10.0
 # Longer than a worker takes from the moment its launcher listens for it until it
 # accepts; after that the attempt has failed, and another one may succeed.
 _HANDSHAKE_SECONDS = 60.0
+# For an answer to a hello, which the system takes at once.
+_ANSWER_SECONDS = 1.0
 
 
 def dial_tcp(
@@ -153,6 +162,109 @@ def _check_user(sock: socket.socket, address: str) -> None:
             "Without KERASDIST_SECRET only processes of one user can form a job: set "
             "it to the same value on all workers, or choose another port."
         )
+
+
+# The answer to a hello: a roster, whose type depends on the purpose, or a refusal.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """The refusal of a hello.
+
+    Attributes:
+        message: The reason.
+        missing: The workers because of which it is refused, with the reasons.
+        final: Whether it will be refused later, too.
+    """
+
+    message: str
+    missing: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    final: bool = True
+
+
+class Refused(Exception):
+    """The other side has refused a hello."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+
+    def to_startup_error(self) -> errors.StartupError:
+        """Return the error that a script gets."""
+        return errors.StartupError(self.refusal.message, dict(self.refusal.missing))
+
+
+def hello_of(session: str, purpose: str, rank: int, record: Any) -> dict[str, Any]:
+    """Return a dataclass as a hello, with what the listener assigns it by."""
+    known = {"session": session, "purpose": purpose, "rank": rank}
+    return known | to_object(record)
+
+
+def refuse(
+    connection: Connection,
+    message: str,
+    missing: Mapping[int, str] | None = None,
+    *,
+    final: bool = True,
+) -> None:
+    """Refuse a hello, and close its connection; see `Refusal`."""
+    refusal = Refusal(message=message, missing=missing or {}, final=final)
+    answer(connection, refusal, FrameType.REFUSAL)
+    connection.close()
+
+
+def answer(
+    connection: Connection, record: Any, kind: FrameType = FrameType.ROSTER
+) -> None:
+    """Answer a hello with a dataclass; a side that has ended since needs none."""
+    with contextlib.suppress(OSError):
+        connection.write_json(kind, to_object(record), Deadline(_ANSWER_SECONDS))
+
+
+def register(
+    address: str,
+    secret: bytes,
+    hello: dict[str, Any],
+    kind: type[_Result],
+    deadline: Deadline,
+    stop: Cancellation,
+    grace: float = 0.0,
+    connected: threading.Event | None = None,
+) -> tuple[Connection, _Result]:
+    """Connect as `dial_tcp`, and wait for the answer to the hello.
+
+    Args:
+        address: See `dial_tcp`.
+        secret: See `dial_tcp`.
+        hello: See `dial_tcp`.
+        kind: The type of the answer.
+        deadline: When to give up.
+        stop: See `dial_tcp`.
+        grace: Seconds that the answer may take longer.
+        connected: Set while it waits for the answer.
+
+    Returns:
+        The connection, the caller's, and the answer.
+
+    Raises:
+        Refused: The other side has refused the hello.
+        As `dial_tcp`.
+    """
+    connected = connected or threading.Event()
+    connection = dial_tcp(address, secret, hello, deadline, stop)
+    connected.set()
+    try:
+        with stop.bound(connection.sock):
+            frame, value = connection.read_json(Deadline(deadline.remaining() + grace))
+        if frame is FrameType.REFUSAL:
+            raise Refused(read_record(value, Refusal, "A refusal"))
+        if frame is not FrameType.ROSTER:
+            raise unexpected(frame)
+        return connection, read_record(value, kind, "A roster")
+    except BaseException:
+        connected.clear()
+        connection.close()
+        raise
 
 
 def retry(

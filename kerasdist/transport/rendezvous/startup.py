@@ -26,15 +26,19 @@ from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import Aborted, Connection, Peer
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
-from kerasdist.transport.framing import FrameType, unexpected
+from kerasdist.transport.framing import read_record
 from kerasdist.transport.rendezvous.dial import (
     PROBE_SECONDS,
+    Refused,
+    answer,
     dial_tcp,
     dial_unix,
+    hello_of,
+    refuse,
+    register,
     retry,
 )
 from kerasdist.transport.rendezvous.listener import Listener
@@ -309,22 +313,27 @@ class StartupRecord:
         """Its name in messages."""
         return Peer(self.rank, self.address)
 
-    @classmethod
-    def from_json(cls, value: Any) -> StartupRecord:
-        """Return the member that `dataclasses.asdict` wrote.
 
-        Raises:
-            ProtocolError: It isn't one.
-        """
-        kinds = {"rank": int, "address": str, "host": str}
-        kinds |= {"unix_name": str, "pid": int, "replicas": int}
-        if (
-            not isinstance(value, dict)
-            or value.keys() != kinds.keys()
-            or any(not isinstance(value[name], kinds[name]) for name in kinds)
-        ):
-            raise ProtocolError(f"A member record is damaged. Received: {value!r}.")
-        return cls(**value)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartupHello:
+    """The hello of a worker to the chief.
+
+    Attributes:
+        member: Its record.
+        settings: Its settings; JSON values.
+        seconds: How long it waits.
+    """
+
+    member: StartupRecord
+    settings: Any
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StartupRoster:
+    """The chief's answer when all workers are there: all of them, by rank."""
+
+    members: tuple[StartupRecord, ...]
 
 
 # Seconds that the others wait longer than the chief, to get the chief's reasons.
@@ -372,36 +381,31 @@ def report(
     chief = arrival.addresses[0]
     connected = threading.Event()
 
-    def attempt() -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
-        hello = {
-            "session": arrival.session,
-            "purpose": "control",
-            "rank": arrival.me.rank,
-            "member": dataclasses.asdict(arrival.me),
-            "settings": arrival.settings,
-            "seconds": deadline.remaining(),
-        }
-        connection = dial_tcp(chief, arrival.secret, hello, deadline, arrival.stop)
-        connected.set()
-        try:
-            patience = Deadline(deadline.remaining() + _GRACE_SECONDS)
-            with arrival.stop.bound(connection.sock):
-                kind, answer = connection.read_json(patience)
-            if kind is FrameType.REFUSAL:
-                raise _refused(answer)
-            records = answer.get("members")
-            if kind is not FrameType.ROSTER or not isinstance(records, list):
-                raise unexpected(kind)
-            members = tuple(StartupRecord.from_json(record) for record in records)
-            if [m.rank for m in members] != list(range(len(arrival.addresses))):
-                raise errors.ProtocolError("The roster doesn't hold all ranks.")
-            if any(m.address != arrival.addresses[m.rank] for m in members):
-                raise errors.ProtocolError("The roster holds other addresses.")
-        except BaseException:
-            connected.clear()
+    def attempt() -> tuple[Connection, StartupRoster]:
+        hello = StartupHello(
+            member=arrival.me,
+            settings=arrival.settings,
+            seconds=deadline.remaining(),
+        )
+        connection, roster = register(
+            chief,
+            arrival.secret,
+            hello_of(arrival.session, "control", arrival.me.rank, hello),
+            StartupRoster,
+            deadline,
+            arrival.stop,
+            grace=_GRACE_SECONDS,
+            connected=connected,
+        )
+        fault = ""
+        if [m.rank for m in roster.members] != list(range(len(arrival.addresses))):
+            fault = "The roster doesn't hold all ranks."
+        elif tuple(m.address for m in roster.members) != arrival.addresses:
+            fault = "The roster holds other addresses."
+        if fault:
             connection.close()
-            raise
-        return members, {0: connection}
+            raise errors.ProtocolError(fault)
+        return connection, roster
 
     def look() -> Sight | None:
         if not connected.is_set():
@@ -409,20 +413,14 @@ def report(
         others = Absent("other workers", "", "rank 0 waits for them, see its output")
         return Sight([others], here="rank 0")
 
-    found = retry(attempt, deadline, 0, chief, arrival.stop, connected=look)
+    try:
+        found = retry(attempt, deadline, 0, chief, arrival.stop, connected=look)
+    except Refused as refused:
+        raise refused.to_startup_error() from None
     if found is None:
         raise Aborted
-    return found
-
-
-def _refused(answer: dict[str, Any]) -> errors.StartupError:
-    missing = answer.get("missing")
-    reasons = {
-        int(rank): str(why)
-        for rank, why in (missing.items() if isinstance(missing, dict) else ())
-        if rank.isdecimal() and len(rank) < 10
-    }
-    return errors.StartupError(str(answer.get("message")), reasons)
+    connection, roster = found
+    return roster.members, {0: connection}
 
 
 @dataclasses.dataclass
@@ -461,21 +459,17 @@ def gather(
         _check_settings(arrival, pending)
     except errors.StartupError as error:
         for peer in pending.values():
-            _refuse(peer.connection, str(error), error.missing)
+            refuse(peer.connection, str(error), error.missing)
         raise
     except BaseException:
         for peer in pending.values():
             peer.connection.close()
         raise
-    roster = [arrival.me, *(pending[rank].member for rank in sorted(pending))]
-    answer = {"members": [dataclasses.asdict(member) for member in roster]}
+    members = (arrival.me, *(pending[rank].member for rank in sorted(pending)))
     for peer in pending.values():
-        try:
-            deadline = Deadline(_GRACE_SECONDS)
-            peer.connection.write_json(FrameType.ROSTER, answer, deadline)
-        except OSError:  # it died since: the failure detector notices that
-            continue
-    return tuple(roster), {rank: peer.connection for rank, peer in pending.items()}
+        # Of one that died since the failure detector notices that.
+        answer(peer.connection, StartupRoster(members))
+    return members, {rank: peer.connection for rank, peer in pending.items()}
 
 
 def _wait_for_all(
@@ -507,12 +501,12 @@ def _wait_for_all(
             try:
                 peer = _receive(rank, connection, hello, arrival.addresses)
             except errors.ProtocolError as error:
-                _refuse(connection, str(error), {})
+                refuse(connection, str(error))
                 continue
             older = pending.pop(rank, None)
             pending[rank] = peer
             if older is not None and not older.connection.ended:
-                _refuse(older.connection, _twice(older.member, peer.member), {})
+                refuse(older.connection, _twice(older.member, peer.member))
             elif older is not None:
                 older.connection.close()
 
@@ -558,8 +552,8 @@ def _receive(
     hello: dict[str, Any],
     addresses: tuple[str, ...],
 ) -> _PendingPeer:
-    member = StartupRecord.from_json(hello.get("member"))
-    seconds = hello.get("seconds")
+    found = read_record(hello, StartupHello, "A hello")
+    member, seconds = found.member, found.seconds
     if not 0 < rank < len(addresses) or member.rank != rank:
         raise errors.ProtocolError(f"There is no such rank. Received: rank={rank}.")
     if member.address != addresses[rank]:
@@ -567,9 +561,9 @@ def _receive(
             f"Rank {rank} has another address. Received: {member.address!r}, expected "
             f"{addresses[rank]!r}."
         )
-    if not isinstance(seconds, (int, float)) or not 0 <= seconds <= 1e9:
+    if not 0 <= seconds <= 1e9:
         raise errors.ProtocolError(f"A hello is damaged. Received: {seconds=!r}.")
-    return _PendingPeer(connection, member, hello.get("settings"), Deadline(seconds))
+    return _PendingPeer(connection, member, found.settings, Deadline(seconds))
 
 
 def _twice(older: StartupRecord, newer: StartupRecord) -> str:
@@ -648,13 +642,3 @@ def missing_error(
         "give them more time with `startup_timeout=`.",
         missing,
     )
-
-
-def _refuse(connection: Connection, message: str, missing: dict[int, str]) -> None:
-    answer = {"message": message, "missing": missing}
-    try:
-        connection.write_json(FrameType.REFUSAL, answer, Deadline(1.0))
-    except OSError:  # it has given up already
-        pass
-    finally:
-        connection.close()

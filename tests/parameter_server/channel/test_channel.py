@@ -18,10 +18,10 @@ from kerasdist.parameter_server.channel import (
     ChannelEnded,
     ChannelSilent,
     Message,
+    SocketChannel,
     memory_pair,
     spans,
 )
-from kerasdist.parameter_server.socket_channel import SocketChannel
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType, pack_header
@@ -254,9 +254,7 @@ def test_without_room_for_shared_memory_it_goes_on_through_the_socket(
     def full(size):
         raise errors.SharedMemoryFull("there is no room")
 
-    monkeypatch.setattr(
-        "kerasdist.parameter_server.socket_channel.create_segment", full
-    )
+    monkeypatch.setattr("kerasdist.parameter_server.channel.create_segment", full)
     first, second = shared_pair()
     array = np.arange(200_000.0)
 

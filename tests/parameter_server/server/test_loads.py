@@ -5,14 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kerasdist.errors import ProtocolError
-from kerasdist.parameter_server import Layout, Variable
+from kerasdist.parameter_server import Layout, ServerSettings, Variable
+from kerasdist.parameter_server.channel import Message, memory_pair
 from kerasdist.parameter_server.server.handler import (
     Load,
-    loads_from_json,
+    RequestHandler,
     loads_of,
     share_in_words,
 )
+from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.framing import Call, FrameType
 from servers import Servers
 
 
@@ -20,12 +23,22 @@ from servers import Servers
     "value", [None, 3, [], [[1, 2]], [[1, 2], [3]], [[1, -2], [3, 4]], [["a", 1]] * 2]
 )
 def test_damaged_loads_are_refused(value):
-    with pytest.raises(ProtocolError, match=r"^A list of loads is damaged\."):
-        loads_from_json(value, 2)
+    settings = ServerSettings(mode="async")
+    handler = RequestHandler(0, 2, 1, settings, Timeouts())
+    reported = []
+    handler.on_split = reported.append
+    mine, theirs = memory_pair()
+    meta = {"do": "Split", "loads": value}
+    mine.send(Message(FrameType.REQUEST, Call(0), meta, ()), Deadline(5))
+    reason = handler.serve(handler.membership.workers[0], theirs)
+    assert reason.startswith("it sent an invalid request (A request is damaged. Rec")
+    reply = mine.receive(Deadline(5), 1000)
+    assert reply.frame is FrameType.FAILURE
+    assert reported == []
 
 
 def test_in_words():
-    loads = loads_from_json([[1200, 2], [800, 1]], 2)
+    loads = [Load(1200, 2), Load(800, 1)]
     assert share_in_words(loads, 0) == "1,200 bytes in 2 pieces, 60.0 % of 2,000 bytes"
     assert share_in_words(loads, 1) == "800 bytes in 1 piece, 40.0 % of 2,000 bytes"
     assert share_in_words([Load(0, 0)], 0) == "0 bytes in 0 pieces, 0.0 % of 0 bytes"

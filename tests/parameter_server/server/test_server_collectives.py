@@ -41,7 +41,7 @@ class Server:
 
     def __init__(self, size, mode="async"):
         self.membership = Membership(size, mode)
-        self.tables = Tables(0, 1, ServerSettings(mode=mode), self.membership)
+        self.tables = Tables(0, ServerSettings(mode=mode), self.membership)
         self.collectives = ServerCollectives(
             self.membership, self.tables, coordinates=True
         )

@@ -7,20 +7,21 @@ import signal
 import stat
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
 
 from kerasdist import errors
-from kerasdist.parameter_server import snapshots
 from kerasdist.parameter_server.snapshots import (
     SnapshotLock,
     path_of,
     read_snapshot,
-    remove_leftovers,
     remove_snapshot,
     write_snapshot,
 )
+from kerasdist.transport import array_file
+from kerasdist.transport.array_file import remove_parts
 from waiting import wait_until
 from workers import python_env
 
@@ -44,12 +45,12 @@ def test_what_is_written_is_read(path):
     )
     assert path.stat().st_size == size
     header, arrays = read_snapshot(path)
-    assert header == {"a": [1, None]}
+    assert header["a"] == [1, None]
     for mine, array in zip(arrays, ARRAYS, strict=True):
         assert mine.dtype == array.dtype
         np.testing.assert_array_equal(mine, array.reshape(mine.shape))
     write_snapshot(path, {"a": 2}, [])
-    assert read_snapshot(path) == ({"a": 2}, [])
+    assert read_snapshot(path) == ({"a": 2, "version": 2, "arrays": []}, [])
     assert os.listdir(path.parent) == ["server-3.snapshot"]
     remove_snapshot(path)
     remove_snapshot(path)
@@ -59,14 +60,18 @@ def test_what_is_written_is_read(path):
 def test_every_damaged_byte_and_every_missing_one_is_noticed(path):
     write_snapshot(path, {"a": 1}, ARRAYS[:2])
     data = path.read_bytes()
+    summed = b"PK\x03\x04" + bytes(1000)
     refused = {
-        "it begins with b'PK": b"PK\x03\x04" + bytes(1000),
-        "bytes of numbers": data + b"x",
+        "it begins with b'KDST": [b"KDST" + bytes(1000)],
+        "it begins with b''": [b""],
+        "checksum is wrong": [summed, data + b"x"],
+        "not a zip|pickle": [summed + zlib.crc32(summed).to_bytes(4, "big")],
     }
-    for said, content in refused.items():
-        path.write_bytes(content)
-        with pytest.raises(errors.SnapshotError, match=said):
-            read_snapshot(path)
+    for said, contents in refused.items():
+        for content in contents:
+            path.write_bytes(content)
+            with pytest.raises(errors.SnapshotError, match=said):
+                read_snapshot(path)
     for place in range(len(data)):
         damaged = bytearray(data)
         damaged[place] ^= 0x10
@@ -84,7 +89,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_and_leaves_the_one_before(p
     blocked = path / "below a file"
     with pytest.raises(errors.SnapshotError, match=r"^A snapshot can't be written"):
         write_snapshot(blocked, {}, [])
-    assert read_snapshot(path)[0] == {"a": 1}
+    assert read_snapshot(path)[0]["a"] == 1
 
 
 def test_a_snapshot_is_its_owners_to_read_and_follows_nobodys_link(path, monkeypatch):
@@ -93,7 +98,7 @@ def test_a_snapshot_is_its_owners_to_read_and_follows_nobodys_link(path, monkeyp
     path.parent.mkdir(parents=True)
     victim.write_text("precious")
     names = iter(["guessed", "guessed", "other"])
-    monkeypatch.setattr(snapshots.secrets, "token_hex", lambda size: next(names))
+    monkeypatch.setattr(array_file.secrets, "token_hex", lambda size: next(names))
     for link in (f".{path.name}.{os.getpid()}", f".{path.name}.guessed.part"):
         (path.parent / link).symlink_to(victim)
     with pytest.raises(errors.SnapshotError, match="File exists"):
@@ -152,5 +157,5 @@ while True:
     header, arrays = read_snapshot(path)
     assert (arrays[0] == header["n"]).all()
     (path.parent / f".{path.name}.0123456789abcdef.part").touch()
-    remove_leftovers(path)
+    remove_parts(path)
     assert list(path.parent.iterdir()) == [path]

@@ -120,7 +120,7 @@ results["loop"] = {
 with strategy.scope():
     m = model()
     m.compile(keras.optimizers.SGD(0.05), "binary_crossentropy")
-m.fit(x, y, batch_size=16, verbose=0)
+m.fit(x, y, batch_size=16, verbose=2)
 before = len(strategy.extended.workers.memories.variables)
 del m
 import gc
@@ -140,7 +140,8 @@ print("RESULT", json.dumps(results), flush=True)
 @pytest.fixture(scope="module")
 def jobs():
     with Workers(SCRIPT, 2, deadline=180) as job:
-        return [finished.result for finished in job.succeed()]
+        ended = job.succeed()
+    return [finished.result | {"lines": finished.output} for finished in ended]
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +199,10 @@ def test_memories_are_each_model_s_own_and_end_with_it(results):
     first, second = results["loop"]["weights"]
     assert first != second
     assert results["forgotten"] == results["powersgd"]["memories"]
+
+
+def test_the_start_up_line_says_it(results):
+    assert "gradients sent by PowerSGD(rank=2)" in results["lines"]
 
 
 def test_momentum_twice_is_refused(results):

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from certificates import Authority
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.parameter_server.channel import ChannelEnded, ChannelSilent
-from kerasdist.parameter_server.membership import Event
-from kerasdist.parameter_server.server.handler import Goodbye
-from kerasdist.parameter_server.socket_channel import SocketChannel
+from kerasdist.parameter_server.channel import (
+    ChannelEnded,
+    ChannelSilent,
+    SocketChannel,
+)
+from kerasdist.parameter_server.membership import Event, Goodbye
 from kerasdist.transport import Timeouts, handshake, log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
@@ -29,6 +31,7 @@ from kerasdist.transport.framing import (
     VERSION,
     FrameType,
     pack_header,
+    read_record,
     to_json,
 )
 from kerasdist.transport.liveness.failure_detector import FailureDetector
@@ -138,9 +141,9 @@ def payload_of_a_member(sent):
     assert isinstance(error, errors.CollectiveError)
     assert str(error) is not None
     ends = [type(error).__name__]
-    for read in (Goodbye.from_payload, lambda data: Event.from_json(to_json(data))):
+    for kind in (Goodbye, Event):
         try:
-            read(sent)
+            read_record(to_json(sent), kind, "It")
             ends.append("read")
         except errors.ProtocolError:
             ends.append("refused")
@@ -249,4 +252,5 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
 def test_a_lone_surrogate_in_a_goodbye_is_no_end_of_a_watch():
     """JSON can say it and UTF-8 can't: all workers lost their server by it."""
     payload = json.dumps({"reason": "\ud800", "cause": "\ud800"}).encode()
-    assert isinstance(Goodbye.from_payload(payload).cause, errors.CollectiveError)
+    goodbye = read_record(to_json(payload), Goodbye, "A goodbye")
+    assert isinstance(decode(goodbye.cause)[0], errors.CollectiveError)

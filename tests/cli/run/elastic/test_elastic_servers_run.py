@@ -57,8 +57,8 @@ def test_a_real_job_loses_a_worker_and_a_server(launcher):
     from kerasdist.cluster import resolve
     from kerasdist.collectives.elastic.connect import connect_elastic
     from kerasdist.parameter_server import ServerSettings
-    from kerasdist.parameter_server.elastic.link import ServerLink
-    from kerasdist.parameter_server.elastic.server import run_elastic_server
+    from kerasdist.parameter_server.elastic_link import ServerLink
+    from kerasdist.parameter_server.elastic_server import run_elastic_server
     from kerasdist.transport.deadline import Timeouts
 
     kind = config["task"]["type"]

@@ -1,10 +1,4 @@
-"""Sufficient factors: a matrix's gradient as the rows that it is computed from.
-
-Zhang et al.: Poseidon, USENIX ATC 2017, section 3.2. The gradient of a `Dense` kernel
-of m x n is the sum of B outer products, of a layer's inputs and the gradients of its
-outputs. Where the B (m + n) numbers of all ranks are fewer than an all-reduce would
-send, they are sent in place of the gradient, and each rank multiplies them.
-"""
+"""Compressors that keep nothing: 16 bits, and sufficient factors."""
 
 from __future__ import annotations
 
@@ -20,7 +14,62 @@ from kerasdist.compression.contract import (
     Memory,
     OuterProducts,
     Payload,
+    dense,
 )
+
+# Gradients in 16 bits.
+
+_DTYPES = {"bf16": tf.bfloat16, "fp16": tf.float16}
+
+
+class HalfPrecision(Compressor):
+    """Sends gradients in 16 bits: half of the bytes of float32.
+
+    All ranks end with the same bits, but no longer with those of one process. What each
+    rank adds should be its part of a mean, so that the sum of all can't overflow.
+
+    Args:
+        dtype: "bf16", which keeps the range of float32, or "fp16", which is finer.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        if dtype not in _DTYPES:
+            raise ValueError(
+                f"The dtype of `HalfPrecision` must be 'bf16' or 'fp16'. Received: "
+                f"dtype={dtype!r}."
+            )
+        self.dtype = dtype
+
+    def __repr__(self) -> str:
+        return f"HalfPrecision({self.dtype!r})"
+
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        memory: Memory,
+        all_reduce: AllReduce,
+        all_gather: AllGather,
+    ) -> tuple[list[Any], Memory, Any]:
+        """See `Compressor.reduce`."""
+        payload = Payload(all_reduce, all_gather)
+        given = [dense(gradient) for gradient in gradients]
+        sent = [
+            tf.cast(tensor, _DTYPES[self.dtype]) if tensor.dtype.is_floating else tensor
+            for tensor in given
+        ]
+        sums = [
+            tf.cast(total, tensor.dtype)
+            for total, tensor in zip(payload.all_reduce(sent), given, strict=True)
+        ]
+        return sums, memory, payload.bytes
+
+
+# Sufficient factors.
+#
+# Zhang et al.: Poseidon, USENIX ATC 2017, section 3.2. The gradient of a `Dense` kernel
+# of m x n is the sum of B outer products, of a layer's inputs and the gradients of its
+# outputs. Where the B (m + n) numbers of all ranks are fewer than an all-reduce would
+# send, they are sent in place of the gradient, and each rank multiplies them.
 
 
 class Factors(Compressor):

@@ -1,7 +1,11 @@
 """A parameter server of an elastic job.
 
+The workers agree on their members by themselves (`kerasdist.collectives.elastic`). For
+each epoch they connect to the servers as for a job of its own. A server holds nothing
+between two steps, so a lost one is replaced by the others.
+
 It serves each epoch as a job of its own, with a `ParameterServer` at the same listener.
-`kerasdist.parameter_server.elastic.search` has the protocol. It decides nothing: if a
+`kerasdist.parameter_server.elastic_link` has the protocol. It decides nothing: if a
 worker is lost, the epoch has failed, and the server waits for the next one.
 """
 
@@ -9,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import logging
 import os
 import threading
 from collections.abc import Callable
@@ -19,30 +22,33 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.groups import elastic_timeouts
 from kerasdist.errors import ServerLost, WorkerLost
-from kerasdist.parameter_server.elastic.search import (
-    ASK,
-    BEGIN,
+from kerasdist.parameter_server.elastic_link import (
     PURPOSE,
-    READY,
+    EpochAnswer,
+    EpochRequest,
     EpochServers,
     agreed,
-    answer,
-    refuse,
 )
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.handler import Load, share_in_words
-from kerasdist.parameter_server.server.server import ParameterServer, session_name
+from kerasdist.parameter_server.server.server import (
+    FLUSH_SECONDS,
+    ParameterServer,
+    log_line,
+    name_of,
+    session_name,
+)
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.framing import read_record
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
+from kerasdist.transport.rendezvous.dial import answer, refuse
 from kerasdist.transport.rendezvous.listener import Listener
 
 # The process of a parameter server of an elastic job: its output, and its end.
-
-_FLUSH_SECONDS = 1.0
 
 
 def run_elastic_server(
@@ -66,20 +72,19 @@ def run_elastic_server(
         KerasDistError: As `ElasticServer` and its `serve`.
     """
     hand_over_final_error()
-    count = len(cluster.servers)
-    name = f"kerasdist: server {cluster.task_index} of {count} ({cluster.address})"
+    name = name_of(cluster)
     shown = [""]
 
     def split(loads: list[Load], index: int) -> None:
         share = share_in_words(loads, index)
         if share != shown[0]:
             shown[0] = share
-            _log_line(f"{name} gets of each worker and step: {share}.")
+            log_line(f"{name} gets of each worker and step: {share}.")
 
     server = ElasticServer(
         cluster, settings, min_workers, timeouts=timeouts, on_split=split
     )
-    _log_line(
+    log_line(
         f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}, elastic."
     )
     try:
@@ -88,25 +93,18 @@ def run_elastic_server(
         # It may end before the lost task does.
         ServerReporter(cluster.task_index).gave_up()
         raise
-    _log_line(
+    log_line(
         f"{name} has finished: {stats['epochs']:,} epochs, {stats['requests']:,} "
         f"requests, {stats['bytes_received']:,} bytes received, "
         f"{stats['bytes_sent']:,} sent."
     )
-    log.flush(_FLUSH_SECONDS)
-
-
-def _log_line(text: str) -> None:
-    # Some of it is written while a worker waits for its reply.
-    log.log_in_background(logging.INFO, "%s", text)
+    log.flush(FLUSH_SECONDS)
 
 
 _LOOK_SECONDS = 0.25
 _JOIN_SECONDS = 10.0
 # For connecting the members of an epoch.
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 1e6
-# No epoch has a larger number.
-_MOST = 1 << 62
 
 
 class ElasticServer:
@@ -253,21 +251,23 @@ class ElasticServer:
     def _receive(
         self, rank: int, connection: Connection, hello: dict[str, Any]
     ) -> None:
-        what, number = hello.get("request"), hello.get("epoch")
-        if hello.get("settings") != self._agreed:
+        try:
+            request = read_record(hello, EpochRequest, "A request")
+        except errors.ProtocolError as error:
+            refuse(connection, str(error))
+            return
+        what, number = request.request, request.epoch
+        if request.settings != self._agreed:
             refuse(
                 connection,
                 f"Server {self.index} and rank {rank} were started with different "
-                f"arguments. Received: {hello.get('settings')!r}, here "
+                f"arguments. Received: {request.settings!r}, here "
                 f"{self._agreed!r}. Give all tasks the same arguments.",
             )
             return
-        if type(number) is not int or not 0 <= number <= _MOST:
-            refuse(connection, f"A request is damaged. Received: {hello!r:.500}.")
-            return
         present = self._epoch
-        if what == ASK and present is not None and present.number == number:
-            answer(connection, present.layout.to_json())
+        if what == "ask" and present is not None and present.number == number:
+            _answer(connection, present.layout)
         elif present is not None and not present.over and number <= present.number:
             refuse(
                 connection,
@@ -276,20 +276,17 @@ class ElasticServer:
                 f"server {self.index} ({self.address}) serves. Wait for the next one.",
                 final=False,
             )
-        elif what == READY:
-            answer(connection, {})
-        elif what == ASK:
+        elif what == "ready":
+            _answer(connection)
+        elif what == "ask":
             self._questions.append((number, connection))
-        elif what == BEGIN:
-            self._begin(number, connection, hello)
         else:
-            refuse(connection, f"Unknown request. Received: request={what!r:.100}.")
+            self._begin(connection, request)
 
-    def _begin(
-        self, number: int, connection: Connection, hello: dict[str, Any]
-    ) -> None:
+    def _begin(self, connection: Connection, request: EpochRequest) -> None:
+        number = request.epoch
         try:
-            epoch = self._epoch_of(number, hello)
+            epoch = self._epoch_of(request)
         except (errors.ProtocolError, ValueError) as error:
             refuse(connection, str(error))
             return
@@ -297,41 +294,37 @@ class ElasticServer:
             self._replace(self._epoch)
         self._epoch = epoch
         epoch.start()
-        answer(connection, {})
+        _answer(connection)
         waiting, self._questions = self._questions, []
         for asked, question in waiting:
             if asked == number:
-                answer(question, epoch.layout.to_json())
+                _answer(question, epoch.layout)
             elif asked > number:
                 self._questions.append((asked, question))
             else:
                 refuse(question, f"Epoch {asked} of the job has ended.", final=False)
 
-    def _epoch_of(self, number: int, hello: dict[str, Any]) -> _Epoch:
-        known = self._cluster.workers
-        layout = EpochServers.from_json(
-            hello.get("layout") or {}, len(self._cluster.servers)
-        )
-        workers, seconds = hello.get("workers"), hello.get("seconds")
+    def _epoch_of(self, request: EpochRequest) -> _Epoch:
+        workers = request.workers
+        layout = request.layout or EpochServers((), "")
+        layout.check(len(self._cluster.servers))
         if (
-            not isinstance(workers, list)
-            or not workers
-            or not all(each in known for each in workers)
-            or not isinstance(seconds, (int, float))
+            not workers
+            or not set(workers) <= set(self._cluster.workers)
             or self.index not in layout.servers
         ):
             raise errors.ProtocolError(
-                f"An epoch is damaged. Received: {hello!r:.500}."
+                f"An epoch is damaged. Received: {request!r:.500}."
             )
         index = layout.servers.index(self.index)
         cluster = dataclasses.replace(
             self._cluster,
             size=len(workers),
-            workers=tuple(workers),
+            workers=workers,
             servers=tuple(self._cluster.servers[each] for each in layout.servers),
             task_index=index,
         )
-        startup = min(max(float(seconds), _LEAST_SECONDS), _MOST_SECONDS)
+        startup = min(max(request.seconds, _LEAST_SECONDS), _MOST_SECONDS)
         server = ParameterServer(
             cluster,
             self._settings,
@@ -343,7 +336,7 @@ class ElasticServer:
         on_split = self._on_split
         if on_split is not None:
             server.handler.on_split = lambda loads: on_split(loads, index)
-        return _Epoch(number, layout, server, self._count)
+        return _Epoch(request.epoch, layout, server, self._count)
 
     def _count(self, stats: dict[str, int]) -> None:
         with self._lock:
@@ -362,6 +355,11 @@ class ElasticServer:
             else:
                 kept.append((number, connection))
         self._questions = kept
+
+
+def _answer(connection: Connection, layout: EpochServers | None = None) -> None:
+    with connection:
+        answer(connection, EpochAnswer(layout=layout))
 
 
 class _Epoch:

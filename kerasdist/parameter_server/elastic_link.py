@@ -1,0 +1,566 @@
+"""The connection of an elastic job's members through the servers that are present.
+
+Each epoch is a session of its own at the servers. The first member of an epoch decides
+which servers it has: those that answer. So the servers need no agreement, and one that
+was started again serves from the next epoch on. At the start of the job all servers are
+needed, because one that doesn't answer may start later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.elastic.groups import CannotConnect, Connected
+from kerasdist.parameter_server.client.client import ServerClient
+from kerasdist.parameter_server.client.connect_servers import connect_servers
+from kerasdist.parameter_server.layout import ServerSettings
+from kerasdist.parameter_server.server.server import session_name
+from kerasdist.transport.base import Aborted
+from kerasdist.transport.credentials import checked_secret
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.framing import Count
+from kerasdist.transport.rendezvous.dial import (
+    Refused,
+    hello_of,
+    register,
+    retry,
+)
+
+# Requests about epochs, from the workers of an elastic job to its servers.
+#
+#     C: the first member of an epoch    W: another member    S: each server of the job
+#
+#     1. C -> S     READY  a question: does S live? In the first epoch repeated until
+#                          all servers have answered
+#     2. C -> S     BEGIN  the epoch: its members, the servers that have answered 1.,
+#                          in order, and the name of its session
+#     3. W -> S     ASK    a question for the servers and the session of 2., answered
+#                          when S has received that
+#     4. C, W -> S  connect to these servers, as in any job: `server.server`
+#
+# Each request is a connection of its own: its hello, and one answer. Requests of
+# earlier epochs than the present one of S are refused, unless that has failed.
+
+PURPOSE = "epoch"
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochServers:
+    """The servers of an epoch.
+
+    Attributes:
+        servers: Their indices among the job's servers, in the epoch's order.
+        session: The name of the epoch's session.
+    """
+
+    servers: tuple[Count, ...]
+    session: str
+
+    def check(self, count: int) -> EpochServers:
+        """Return it if it fits a job with this number of servers.
+
+        Raises:
+            ProtocolError: It doesn't.
+        """
+        known = set(self.servers)
+        if not known or len(known) < len(self.servers) or max(known) >= count:
+            raise errors.ProtocolError(
+                f"The servers of an epoch are damaged. Received: {self!r:.500}."
+            )
+        return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochRequest:
+    """A request about an epoch.
+
+    Attributes:
+        request: See above.
+        epoch: The number of the epoch.
+        settings: See `agreed`.
+        workers: Of BEGIN: the addresses of the members.
+        seconds: Of BEGIN: how long the members may take to connect.
+        layout: Of BEGIN: the servers.
+    """
+
+    request: Literal["ready", "begin", "ask"]
+    epoch: Count
+    settings: dict[str, Any]
+    workers: tuple[str, ...] = ()
+    seconds: float = 0.0
+    layout: EpochServers | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochAnswer:
+    """The answer to a request; that to ASK has the servers."""
+
+    layout: EpochServers | None = None
+
+
+def agreed(settings: ServerSettings, min_workers: int) -> dict[str, Any]:
+    """Return the settings that are the same on all tasks, as JSON values."""
+    return {**settings.agreed(), "min_workers": min_workers}
+
+
+def names(servers: Sequence[int], addresses: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of servers in messages."""
+    return tuple(f"server {index} ({addresses[index]})" for index in servers)
+
+
+# Seconds in which a server that lives answers.
+_ANSWER_SECONDS = 3.0
+_AGAIN_SECONDS = 0.05
+# Of the errors of an address: it doesn't answer; another process does.
+_SILENT = (OSError, EOFError)
+_OTHERS = (errors.AuthenticationError, errors.ProtocolError)
+
+
+# A server, its answer or why there is none, and whether that is final.
+_Answer = tuple[int, EpochServers | Exception, bool]
+
+
+def _is_dead(error: BaseException | None) -> bool:
+    return isinstance(error, ConnectionRefusedError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """The search of one worker for the servers of one epoch.
+
+    Attributes:
+        rank: This worker's rank at the start.
+        servers: The addresses of the job's servers.
+        session: The name of the servers' session.
+        secret: The job's secret.
+        agreed: The settings that servers compare, see `agreed`.
+        epoch: The number of the epoch.
+        first: Whether this worker has been in no epoch before.
+        deadline: When to give up.
+        stop: When another thread sets it, the search ends with `Aborted`.
+    """
+
+    rank: int
+    servers: tuple[str, ...]
+    session: str
+    secret: bytes
+    agreed: dict[str, Any]
+    epoch: int
+    first: bool
+    deadline: Deadline
+    stop: Cancellation
+
+    def begin(self, workers: Sequence[str]) -> EpochServers:
+        """Begin the epoch at the servers that answer, as its first member.
+
+        Args:
+            workers: The addresses of the members.
+
+        Raises:
+            CannotConnect: There is no server any more.
+            StartupError: A server is missing at the start of the job, or was lost.
+            Refused: The epoch isn't the present one, or the settings are others.
+            Aborted: `stop` was set.
+        """
+        servers = self._all() if self.epoch == 0 else self._living()
+        session = f"{self.session}.{self.epoch}.{secrets.token_hex(8)}"
+        layout = EpochServers(tuple(servers), session)
+        begin = functools.partial(
+            self._begin_at,
+            request=EpochRequest(
+                request="begin",
+                epoch=self.epoch,
+                settings=self.agreed,
+                workers=tuple(workers),
+                seconds=self.deadline.remaining(),
+                layout=layout,
+            ),
+        )
+        self._at_once(begin, servers)
+        return layout
+
+    def ask(self, chief: str) -> EpochServers:
+        """Ask all servers for those of the epoch; return the first answer.
+
+        Args:
+            chief: The address of the epoch's first member.
+
+        Raises:
+            CannotConnect: There is no server any more.
+            WorkerLost: The epoch's first member hasn't begun the epoch.
+            Refused: The epoch isn't the present one, or the settings are others.
+            Aborted: `stop` was set.
+        """
+        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        done = Cancellation()
+        servers = range(len(self.servers))
+        for server in servers:
+            threading.Thread(
+                target=self._ask_one,
+                args=(server, answers, done),
+                name="kerasdist-epoch",
+                daemon=True,
+            ).start()
+        unreachable: dict[int, BaseException | None] = {}
+        try:
+            while not (self.stop.is_set() or self.deadline.expired):
+                try:
+                    server, found, is_final = answers.get(timeout=_AGAIN_SECONDS)
+                except queue.Empty:
+                    continue
+                if isinstance(found, EpochServers):
+                    return found
+                if is_final:
+                    raise found
+                unreachable[server] = found
+                # Whether something listens at any server's address.
+                dead = sum(map(_is_dead, unreachable.values())) == len(servers)
+                if dead and not self.first:
+                    raise self._none_left(unreachable)
+        finally:
+            done.set()
+        if self.stop.is_set():
+            raise Aborted
+        raise errors.WorkerLost(
+            *(0, chief, 0),
+            f"it didn't begin epoch {self.epoch} at the servers within "
+            f"{self.deadline.seconds:.3g} s",
+        )
+
+    # Of an epoch's first member.
+
+    def _begin_at(self, server: int, request: EpochRequest) -> None:
+        try:
+            self._request(server, request)
+        except _SILENT as error:
+            if self.stop.is_set():
+                raise Aborted from error
+            raise errors.StartupError(
+                f"Server {server} ({self.servers[server]}) was lost before epoch "
+                f"{self.epoch} began: {error}."
+            ) from error
+
+    def _all(self) -> list[int]:
+        """Wait until all servers have been started."""
+        for server, address in enumerate(self.servers):
+            attempt = functools.partial(self._is_ready, server)
+            try:
+                found = retry(
+                    *(attempt, self.deadline, server, address, self.stop), "Server"
+                )
+            except errors.StartupError as error:
+                # It has the index of a server, not the rank of a worker.
+                error.missing = {}
+                raise
+            if found is None:
+                raise Aborted
+        return list(range(len(self.servers)))
+
+    def _is_ready(self, server: int) -> bool:
+        try:
+            self._request(server, self._question("ready"))
+        except Refused as refused:
+            if refused.refusal.final:
+                raise
+            raise OSError(str(refused)) from refused
+        return True
+
+    def _living(self) -> list[int]:
+        """Return the servers that answer; at least one.
+
+        Raises:
+            CannotConnect: There is none.
+        """
+
+        def ask(server: int) -> BaseException | None:
+            try:
+                self._request(server, self._question("ready"))
+            except (*_SILENT, *_OTHERS) as error:
+                return error
+            return None
+
+        servers = range(len(self.servers))
+        # A worker that was in no epoch yet may have been started before the servers.
+        patience = Deadline(self.deadline.remaining() / 2 if self.first else 0.0)
+        while not self.stop.is_set():
+            found = dict(zip(servers, self._at_once(ask, servers), strict=True))
+            living = [server for server, error in found.items() if error is None]
+            if len(living) == len(servers) or (living and patience.expired):
+                return living
+            dead = all(map(_is_dead, found.values()))
+            if (dead and patience.expired) or self.deadline.expired:
+                raise self._none_left(found)
+            self.stop.wait(_AGAIN_SECONDS)
+        raise Aborted
+
+    def _none_left(self, found: dict[int, BaseException | None]) -> Exception:
+        server, error = max(found.items())
+        reason = str(error or "it doesn't answer").rstrip(".")
+        if len(found) > 1:
+            reason = f"no server is left; {reason}"
+        lost = errors.ServerLost(server, self.servers[server], 0, reason, False)
+        # At the start the servers may be started later.
+        return lost if self.first else CannotConnect(lost)
+
+    # Of the other members.
+
+    def _ask_one(
+        self, server: int, answers: queue.SimpleQueue[_Answer], done: Cancellation
+    ) -> None:
+        """Ask one server until it answers."""
+        while not (done.is_set() or self.deadline.expired):
+            found: Exception | None = None
+            is_final = False
+            try:
+                answer = self._send(server, self._question("ask"), self.deadline, done)
+                layout = (answer.layout or EpochServers((), "")).check(
+                    len(self.servers)
+                )
+                answers.put((server, layout, True))
+                return
+            except _SILENT as error:
+                found = error
+            except _OTHERS as error:
+                found, is_final = error, self.epoch == 0
+            except Refused as error:
+                is_final = self.epoch > 0 or error.refusal.final
+                found = error if is_final else None
+            if found is not None:
+                answers.put((server, found, is_final))
+            if is_final:
+                return
+            done.wait(_AGAIN_SECONDS)
+
+    # Requests.
+
+    def _question(self, request: Literal["ready", "ask"]) -> EpochRequest:
+        return EpochRequest(request=request, epoch=self.epoch, settings=self.agreed)
+
+    def _request(self, server: int, request: EpochRequest) -> None:
+        limit = Deadline(min(self.deadline.remaining(), _ANSWER_SECONDS))
+        self._send(server, request, limit, self.stop)
+
+    def _send(
+        self,
+        server: int,
+        request: EpochRequest,
+        deadline: Deadline,
+        stop: Cancellation,
+    ) -> EpochAnswer:
+        hello = hello_of(self.session, PURPOSE, self.rank, request)
+        address = self.servers[server]
+        connection, answer = register(
+            *(address, self.secret, hello, EpochAnswer, deadline, stop)
+        )
+        connection.close()
+        return answer
+
+    def _at_once(
+        self, function: Callable[[int], Any], servers: Iterable[int]
+    ) -> list[Any]:
+        servers = list(servers)
+        with ThreadPoolExecutor(len(servers), "kerasdist-epoch") as pool:
+            return list(pool.map(function, servers))
+
+
+# Of the time for connecting.
+_LEAST_SECONDS = 0.1
+
+
+class ServerGroup:
+    """The members of an epoch, connected by servers; see `Connected`.
+
+    Args:
+        client: This worker's connection to the servers.
+        servers: The names of the servers.
+        closed: Called once when the connection is closed.
+    """
+
+    def __init__(
+        self,
+        client: ServerClient,
+        servers: tuple[str, ...],
+        closed: Callable[[ServerGroup], None],
+    ) -> None:
+        self.client = client
+        self.servers = servers
+        self.communicator: Communicator = client.communicator
+        self.transport = client.connections.transports[0]
+        self.replicas = client.replicas
+        self.announcements = client.announcements
+        self._closed: Callable[[ServerGroup], None] | None = closed
+
+    @property
+    def failure(self) -> errors.CollectiveError | None:
+        """See `Connected.failure`."""
+        return self.client.failure
+
+    def abandon(self, error: errors.CollectiveError | None = None) -> None:
+        """See `Connected.abandon`."""
+        error = error or errors.TransportClosed(
+            "The members of this group are changing. Use the next group."
+        )
+        self.client.abandon(error)
+        self.client.communicator.abort(self.client.failure)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """See `Connected.close`. The goodbye is sent before it, by `ServerLink.leave`.
+
+        Without one, servers don't take a member of a later epoch for one that has left.
+        """
+        self.abandon()
+        self.client.close(error)
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed(self)
+
+
+class ServerLink:
+    """Connects the members of each epoch by servers; see `Link`.
+
+    Args:
+        cluster: The job, with this worker's rank at the start.
+        settings: The job's settings.
+        min_workers: The smallest number of workers that continue.
+        transport: See `connect_servers`.
+        host: See `connect_servers`.
+
+    Raises:
+        ClusterError: There is no secret where one is needed, or no server.
+    """
+
+    has_servers = True
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ServerSettings,
+        min_workers: int,
+        *,
+        transport: str = "auto",
+        host: str | None = None,
+    ) -> None:
+        if not cluster.servers:
+            raise errors.ClusterError(
+                f"There are {cluster.size} workers, but no parameter server. Received: "
+                "a cluster without 'ps' tasks. Start the job with `kerasdist run "
+                f"--elastic -n {cluster.size} --ps 1`, or name at least one server "
+                "under 'ps' in TF_CONFIG, in all tasks."
+            )
+        self._rank = cluster.rank or 0
+        self._servers = cluster.servers
+        self._session = session_name(cluster)
+        self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+        self._agreed = agreed(settings, min_workers)
+        self._settings = settings
+        self._transport = transport
+        self._host = host
+        self._is_first = True
+        self._lock = threading.Lock()
+        self._groups: set[ServerGroup] = set()
+        self._sent = self._received = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of all requests to all servers, in all epochs."""
+        with self._lock:
+            return self._sent + sum(
+                group.client.connections.bytes_sent for group in self._groups
+            )
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes of all replies of all servers, in all epochs."""
+        with self._lock:
+            return self._received + sum(
+                group.client.connections.bytes_received for group in self._groups
+            )
+
+    def connect(
+        self,
+        cluster: Cluster,
+        epoch: int,
+        *,
+        name: str,
+        timeouts: Timeouts,
+        replicas: int,
+        watch: Callable[[errors.CollectiveError], None],
+        stop: Cancellation,
+    ) -> Connected:
+        """See `Link.connect`; the session's name is the first member's choice."""
+        deadline = Deadline(timeouts.startup)
+        search = Search(
+            rank=self._rank,
+            servers=self._servers,
+            session=self._session,
+            secret=self._secret,
+            agreed=self._agreed,
+            epoch=epoch,
+            first=self._is_first,
+            deadline=deadline,
+            stop=stop,
+        )
+        try:
+            if cluster.rank == 0:
+                layout = search.begin(cluster.workers)
+            else:
+                layout = search.ask(cluster.workers[0])
+        except Refused as refused:
+            raise refused.to_startup_error() from refused
+
+        def failed(error: errors.CollectiveError) -> None:
+            if isinstance(error, errors.ServerLost):
+                index = layout.servers[error.index]
+                error = errors.ServerLost(
+                    *(index, error.address, error.step, error.reason),
+                    error.held_weights,
+                )
+            watch(error)
+
+        servers = tuple(self._servers[index] for index in layout.servers)
+        seconds = max(deadline.remaining(), _LEAST_SECONDS)
+        try:
+            client = connect_servers(
+                dataclasses.replace(cluster, servers=servers),
+                self._settings,
+                timeouts=dataclasses.replace(timeouts, startup=seconds),
+                replicas=replicas,
+                transport=self._transport,
+                on_failure=failed,
+                host=self._host,
+                session=layout.session,
+                stop=stop,
+            )
+        except errors.StartupError as error:
+            for rank, reason in sorted(error.missing.items()):
+                if rank < cluster.size:
+                    lost = errors.WorkerLost(rank, cluster.workers[rank], 0, reason)
+                    raise lost from error
+            raise
+        self._is_first = False
+        group = ServerGroup(client, names(layout.servers, self._servers), self._forget)
+        with self._lock:
+            self._groups.add(group)
+        return group
+
+    def _forget(self, group: ServerGroup) -> None:
+        with self._lock:
+            self._groups.discard(group)
+            self._sent += group.client.connections.bytes_sent
+            self._received += group.client.connections.bytes_received
+
+    def leave(self, group: Connected, error: BaseException | None) -> None:
+        """See `Link.leave`."""
+        if isinstance(group, ServerGroup) and group.failure is None:
+            group.client.close(error)
