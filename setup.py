@@ -9,7 +9,6 @@ setup(
     packages=[
         *find_packages(include=["kerasdist", "kerasdist.*"]),
         "kerasdist.callbacks",
-        "kerasdist.callbacks.scaling",
     ],
     package_dir={"kerasdist.callbacks": "callbacks"},
     package_data={"kerasdist": ["py.typed", "*.pyi"]},

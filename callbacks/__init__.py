@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kerasdist.callbacks.broadcast_initial_state import BroadcastInitialState
 from kerasdist.callbacks.scale_learning_rate import ScaleLearningRate
-from kerasdist.callbacks.scaling.callback import ScalingTensorBoard
+from kerasdist.callbacks.scaling_board import ScalingTensorBoard
 from kerasdist.callbacks.timeline import Timeline
 
 __all__ = [

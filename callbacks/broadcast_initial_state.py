@@ -93,13 +93,12 @@ class BroadcastInitialState(JobCallback):
         self.bytes, self.seconds = done.size, done.seconds
         if not self.verbose or hooks.workers.rank > 0 or done.workers == 1:
             return
+        what = f"{done.variables} variables were equal, nothing sent"
         if done.differed:
             what = (
                 f"{done.differed} of {done.variables} variables differed, "
                 f"{human_bytes(done.size)} sent"
             )
-        else:
-            what = f"{done.variables} variables were equal, nothing sent"
         log.info(
             "%s",
             f"kerasdist: all {done.workers} workers hold the state of rank "

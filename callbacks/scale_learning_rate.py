@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -14,7 +15,12 @@ from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.transport import log
 
-RULES = ("linear", "sqrt", "none")
+# The factor by the growth of the batch.
+RULES: dict[str, Callable[[float], float]] = {
+    "linear": float,
+    "sqrt": math.sqrt,
+    "none": lambda growth: 1.0,
+}
 _WARMUP_EPOCHS = 5
 
 
@@ -92,37 +98,28 @@ class ScaleLearningRate(JobCallback):
         verbose: int = 1,
     ) -> None:
         super().__init__()
-        faults = []
-        if rule not in RULES:
-            faults.append(f"rule={rule!r}; expected one of {RULES}")
-        if not _is_number(warmup_epochs) or warmup_epochs < 0:
-            faults.append(f"warmup_epochs={warmup_epochs!r}; expected 0 or more epochs")
-        if warmup_steps is not None and (
-            not _is_whole(warmup_steps) or warmup_steps < 0
-        ):
-            faults.append(f"warmup_steps={warmup_steps!r}; expected 0 or more steps")
-        if warmup_steps is not None and warmup_epochs != _WARMUP_EPOCHS:
-            faults.append(
-                f"warmup_epochs={warmup_epochs!r} and warmup_steps={warmup_steps!r}; "
-                "expected one of them"
-            )
-        if batch_size is not None and base_batch_size is None:
-            faults.append(
-                f"batch_size={batch_size!r} without `base_batch_size`, the batch size "
-                "that the rate was tuned for"
-            )
-        for name, size in (
-            ("base_batch_size", base_batch_size),
-            ("batch_size", batch_size),
-        ):
-            if size is not None and (not _is_whole(size) or size < 1):
-                faults.append(f"{name}={size!r}; expected a positive number of rows")
-        if faults:
-            raise ValueError(
-                "`ScaleLearningRate` can't be made. Received: "
-                + "; and ".join(faults)
-                + "."
-            )
+        right = {
+            f"rule={rule!r}; expected one of {tuple(RULES)}": rule in tuple(RULES),
+            f"warmup_epochs={warmup_epochs!r}; expected 0 or more epochs": (
+                _is_number(warmup_epochs) and warmup_epochs >= 0
+            ),
+            f"warmup_steps={warmup_steps!r}; expected 0 or more steps": (
+                warmup_steps is None or _is_whole(warmup_steps, 0)
+            ),
+            f"warmup_epochs={warmup_epochs!r} and warmup_steps={warmup_steps!r}; "
+            "expected one of them": (
+                warmup_steps is None or warmup_epochs == _WARMUP_EPOCHS
+            ),
+            f"batch_size={batch_size!r} without `base_batch_size`, the batch size that "
+            "the rate was tuned for": batch_size is None or base_batch_size is not None,
+        }
+        sizes = {"base_batch_size": base_batch_size, "batch_size": batch_size}
+        for name, size in sizes.items():
+            text = f"{name}={size!r}; expected a positive number of rows"
+            right[text] = size is None or _is_whole(size, 1)
+        if not all(right.values()):
+            faults = "; and ".join(text for text, fine in right.items() if not fine)
+            raise ValueError(f"`ScaleLearningRate` can't be made. Received: {faults}.")
         self.rule = rule
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
@@ -165,9 +162,7 @@ class ScaleLearningRate(JobCallback):
         """
         hooks = hooks_of(self.model.distribute_strategy)
         growth = self._find_growth(hooks)
-        self.factor = {"linear": growth, "sqrt": math.sqrt(growth), "none": 1.0}[
-            self.rule
-        ]
+        self.factor = RULES[self.rule](growth)
         self.steps = self._find_steps()
         self._begun = False
         self._restored = 0
@@ -284,10 +279,8 @@ class ScaleLearningRate(JobCallback):
         factor, steps = self.factor or 1, self.steps
         texts, targets = [], []
         for optimizer in optimizers:
-            base, schedule = (
-                learning_rate.base_rate(optimizer),
-                learning_rate.schedule_of(optimizer),
-            )
+            base = learning_rate.base_rate(optimizer)
+            schedule = learning_rate.schedule_of(optimizer)
             text = f"{base:g}"
             if schedule is not None:
                 name = getattr(schedule, "__name__", type(schedule).__name__)
@@ -341,5 +334,5 @@ def _is_number(value: Any) -> bool:
     )
 
 
-def _is_whole(value: Any) -> bool:
-    return _is_number(value) and value == int(value)
+def _is_whole(value: Any, least: int) -> bool:
+    return _is_number(value) and value == int(value) >= least

@@ -5,18 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kerasdist._keras.protocols import hooks_of, stage_clock_of, timer_of
 from kerasdist._keras.training.state import JobCallback
-from kerasdist.callbacks.trace_file import Execution, Record, Span, trace, xspace
-from kerasdist.collectives import Communicator
-from kerasdist.strategies.measure.stages import StageClock, clock_offset
+from kerasdist.callbacks.job_view import JobView
+from kerasdist.callbacks.trace_file import Execution, Record, trace, xspace
+from kerasdist.strategies.measure.communication import Span, SpanList, gather
+from kerasdist.strategies.measure.stages import Offset, StageClock, clock_offset
 from kerasdist.strategies.sync.extended import DataParallelStrategy
 from kerasdist.transport import log
 from kerasdist.transport.tracing import now
@@ -24,6 +21,10 @@ from kerasdist.transport.tracing import now
 # A rank keeps at most this many spans: a window of steps should be short.
 _MOST_SPANS = 200_000
 
+_PERFETTO = "at https://ui.perfetto.dev"
+_TENSORBOARD = "in TensorBoard (pip install tensorboard-plugin-profile)"
+# By the ending of a path; that of a folder has none.
+_VIEWERS = {"": f"{_TENSORBOARD} or {_PERFETTO}", ".pb": _TENSORBOARD}
 _ENDINGS = (".json", ".json.gz", ".xplane.pb")
 
 
@@ -99,9 +100,10 @@ class Timeline(JobCallback):
             )
         self.steps = int(first), int(stop)
         self.verbose = verbose
-        self._taken = self._batch = self._begun = 0
+        self._job: JobView
+        self._taken = self._batch = self._begun = self._before = 0
         self._done = True
-        self._log = _Log(None)
+        self._log = SpanList(None, _MOST_SPANS)
         self._record: Record | None = None
         # The worker, by its rank at the start, whose clock offsets are relative to.
         self._reference = 0
@@ -110,14 +112,15 @@ class Timeline(JobCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to count steps."""
-        self._log.stop()  # an earlier `fit` may have failed
+        self._log.listen(False)  # an earlier `fit` may have failed
         self._taken = 0
         self._done = False
         self._record = None
+        self._job = JobView(self.model)
         strategy = self.model.distribute_strategy
         is_job = isinstance(strategy, DataParallelStrategy)
-        self._log = _Log(strategy.communicator if is_job else None)
-        if not self._in_step:
+        self._log = SpanList(strategy.communicator if is_job else None, _MOST_SPANS)
+        if not self._job.in_step:
             # These workers have no collectives inside an epoch.
             self._open()
 
@@ -126,16 +129,22 @@ class Timeline(JobCallback):
         self._batch = batch
         if self._done or self._taken >= self.steps[1]:
             return
-        ahead, count = self.steps[0] - self._taken, self._per_execution
-        if ahead < 2 * count:
-            self._request_clocks()
+        ahead, count = self.steps[0] - self._taken, self._job.steps_per_call
+        if ahead < 2 * count and self._stage_clock is not None:
+            # Stages' clocks are another graph: the call before the window traces it.
+            self._job.clock.asked = True
         if ahead >= count:
             return
         if self._record is None:
             self._open()
-        if not self._log.active:
-            self._log.start()
-            self._align_stages()
+        if not self._log.listening:
+            self._log.listen(True)
+            self._before = self._log.step
+            clock, record = self._stage_clock, self._record
+            # One worker may have stages on other machines.
+            error = 0 if clock is None else clock.align()
+            if error and record is not None:
+                record.offsets = [Offset(now(), 0, error)]
         self._look()  # drop the spans before
         self._begun = now()
 
@@ -146,34 +155,37 @@ class Timeline(JobCallback):
         ended = now()
         first, count = self._taken, batch - self._batch + 1
         self._taken += count
-        if self._record is None or not self._log.active:
+        if self._record is None or not self._log.listening:
             return
         self._record.executions.append(
-            Execution(first, count, self._begun, ended, self._log.before)
+            Execution(first, count, self._begun, ended, self._before)
         )
-        self._log.before = self._log.step
+        self._before = self._log.step
         self._record.stages += self._look()
         if self._taken >= self.steps[1]:
-            self._log.stop()
-            if self._in_step:
+            self._log.listen(False)
+            if self._job.in_step:
                 self._write()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Stop recording: the time between two epochs isn't part of the trace."""
         if self._done:
             return
-        self._log.stop()
-        if not self._in_step and self._all(self._taken >= self.steps[1]):
+        self._log.listen(False)
+        hooks = self._job.hooks
+        if hooks is None or not hooks.dynamic:
+            return
+        if not hooks.consensus.any_of(self._taken < self.steps[1]):
             self._write()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Write the file with the steps there were, if `fit` had fewer."""
         if self._done:
             return
-        self._log.stop()
+        self._log.listen(False)
         if self._record is not None:
             self._write()
-        elif self.verbose and self._is_chief:
+        elif self.verbose and self._job.is_chief:
             log.info(
                 "%s",
                 f"kerasdist: {self.path} isn't written: `fit` ended after "
@@ -184,7 +196,7 @@ class Timeline(JobCallback):
         """Stop recording: `fit` ends with this error."""
         del error
         self._done = True
-        self._log.stop()
+        self._log.listen(False)
 
     def _state_for_newcomers(self) -> dict[str, Any]:
         """See `JobCallback._state_for_newcomers`."""
@@ -199,80 +211,34 @@ class Timeline(JobCallback):
         """See `JobCallback._adopt_state`: its record begins later than the others'."""
         self._taken, self._done = state["taken"], state["done"]
         self._reference = state["reference"]
-        communicator = self._log.communicator
-        if state["recording"] and communicator is not None:
-            here = communicator.peers[communicator.rank].address
-            self._record = Record(communicator.rank, here, [])
+        if state["recording"] and self._log.communicator is not None:
+            self._record = self._new_record()
 
     # The record.
 
     @property
-    def _in_step(self) -> bool:
-        hooks = hooks_of(self.model.distribute_strategy)
-        return hooks is None or not hooks.dynamic
-
-    @property
-    def _is_chief(self) -> bool:
-        hooks = hooks_of(self.model.distribute_strategy)
-        return hooks is None or hooks.workers.rank == 0
-
-    @property
-    def _per_execution(self) -> int:
-        return int(getattr(self.model, "steps_per_execution", 1) or 1)
-
-    def _all(self, flag: bool) -> bool:
-        hooks = hooks_of(self.model.distribute_strategy)
-        return flag if hooks is None else not hooks.consensus.any_of(not flag)
-
-    @property
     def _stage_clock(self) -> StageClock | None:
         """The clock of this worker's stages; None if there is none to read."""
-        clock: StageClock | None = stage_clock_of(self.model.distribute_strategy)
+        clock = self._job.stage_clock
         # Of an execution's several steps there are only sums.
-        several = self._per_execution > 1
+        several = self._job.steps_per_call > 1
         return None if clock is None or several or not clock.can_look else clock
-
-    def _request_clocks(self) -> None:
-        """Request stages' clocks for the next call.
-
-        That's another graph: it's traced in the call before the window.
-        """
-        timer = timer_of(self.model.distribute_strategy)
-        if timer is not None and self._stage_clock is not None:
-            timer.asked = True
-
-    def _align_stages(self) -> None:
-        """Align the clocks of stages on other machines, which one worker may have."""
-        clock, record = self._stage_clock, self._record
-        error = 0.0 if clock is None else clock.align()
-        if error and record is not None:
-            record.offsets = [(now(), 0, int(error * 1e9))]
 
     def _look(self) -> list[Span]:
         """Return the spans of this worker's stages in a step."""
-        clock = self._stage_clock
-        if clock is None:
-            return []
-        ahead = now() - time.time_ns()
-        return [
-            Span(
-                span.name,
-                int(span.begin * 1e9) + ahead,
-                int(span.end * 1e9) + ahead,
-                thread=span.stage,
-            )
-            for span in clock.look()
-        ]
+        return [] if self._stage_clock is None else self._stage_clock.look()
 
     def _open(self) -> None:
         """Begin the record; for workers in step this is a collective."""
+        self._record = self._new_record()
+        self._align()
+
+    def _new_record(self) -> Record:
         communicator = self._log.communicator
         if communicator is None:
-            self._record = Record(0, "this worker", [(now(), 0, 0)])
-            return
+            return Record(0, "this worker", [Offset(now(), 0, 0)])
         here = communicator.peers[communicator.rank].address
-        self._record = Record(communicator.rank, here, [])
-        self._align()
+        return Record(communicator.rank, here, [])
 
     def _align(self) -> None:
         communicator, record = self._log.communicator, self._record
@@ -284,9 +250,9 @@ class Timeline(JobCallback):
             # Offsets from the clock of a chief that was lost.
             record.offsets.clear()
         self._reference = chief
-        if communicator.size == 1 and not self._in_step:
+        if communicator.size == 1 and not self._job.in_step:
             return  # it joined later, and is alone: its offset is known at the end
-        record.offsets.append((found.at, found.ahead, found.error))
+        record.offsets.append(found)
 
     def _write(self) -> None:
         """Gather the records of all ranks; the chief writes the file."""
@@ -300,16 +266,21 @@ class Timeline(JobCallback):
             self._align()
             record.rank = communicator.rank
             if not record.offsets:
-                record.offsets.append((now(), 0, 0))
-            text = gzip.compress(json.dumps(record.to_json()).encode(), 1)
-            every = communicator.all_gather(np.frombuffer(text, np.uint8))
-            if not self._is_chief:
+                record.offsets.append(Offset(now(), 0, 0))
+            every = gather(communicator, vars(record))
+            if not self._job.is_chief:
                 return
-            records = [
-                Record.from_json(json.loads(gzip.decompress(part.tobytes())))
-                for part in every
-            ]
-        self._put(records)
+            records = [Record.from_json(each) for each in every]
+        paths = [self.path]
+        if not self.path.suffix:
+            # A run of its own, as TensorFlow's profiler names them: the plugin caches
+            # its conversion of a run, and would continue to show that.
+            run = time.strftime("%Y_%m_%d_%H_%M_%S")
+            folder = self.path / "plugins" / "profile" / run
+            endings = (".trace.json.gz", ".xplane.pb")
+            paths = [folder / f"timeline{ending}" for ending in endings]
+        for path in paths:
+            _replace(path, records)
         if self.verbose:
             count = sum(len(each.spans) for each in records)
             error = max(each.error for each in records) / 1000
@@ -318,27 +289,8 @@ class Timeline(JobCallback):
                 f"kerasdist: the timeline of {len(records)} rank(s) is in {self.path}: "
                 f"{len(record.executions)} call(s) of the training step, {count} "
                 f"span(s) of communication, clocks right to {error:.1f} us. Open it "
-                f"{self._viewers}.",
+                f"{_VIEWERS.get(self.path.suffix, _PERFETTO)}.",
             )
-
-    @property
-    def _viewers(self) -> str:
-        perfetto = "at https://ui.perfetto.dev"
-        tensorboard = "in TensorBoard (pip install tensorboard-plugin-profile)"
-        if not self.path.suffix:
-            return f"{tensorboard} or {perfetto}"
-        return tensorboard if self.path.suffix == ".pb" else perfetto
-
-    def _put(self, records: list[Record]) -> None:
-        """Write the file, or both."""
-        if self.path.suffix:
-            return _replace(self.path, records)
-        # A run of its own, as TensorFlow's profiler names them: the plugin caches its
-        # conversion of a run, and would continue to show that.
-        run = time.strftime("%Y_%m_%d_%H_%M_%S")
-        folder = self.path / "plugins" / "profile" / run
-        for ending in (".trace.json.gz", ".xplane.pb"):
-            _replace(folder / f"timeline{ending}", records)
 
 
 def _replace(path: Path, records: list[Record]) -> None:
@@ -353,52 +305,3 @@ def _replace(path: Path, records: list[Record]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.part")
     partial.write_bytes(data)
     partial.replace(path)
-
-
-class _Log:
-    """Recorder of a communicator's spans, if there is a communicator.
-
-    Attributes:
-        communicator: The communicator.
-        active: Whether spans are kept.
-        spans: The spans.
-        dropped: Number of spans that weren't kept.
-        before: The communicator's number of steps when the present execution began.
-    """
-
-    def __init__(self, communicator: Communicator | None) -> None:
-        self.communicator = communicator
-        self.active = False
-        self.spans: list[Span] = []
-        self.dropped = 0
-        self.before = 0
-
-    @property
-    def step(self) -> int:
-        """The communicator's number of steps."""
-        return 0 if self.communicator is None else self.communicator.step
-
-    def start(self) -> None:
-        """Keep spans from now on."""
-        if self.active:
-            return
-        self.active = True
-        self.before = self.step
-        if self.communicator is not None:
-            self.communicator.add_recorder(self)
-
-    def stop(self) -> None:
-        """Keep no more of them."""
-        if self.active and self.communicator is not None:
-            self.communicator.remove_recorder(self)
-        self.active = False
-
-    def add(
-        self, name: str, begin: int, end: int, size: int = 0, what: object = ""
-    ) -> None:
-        """See `Recorder.add`."""
-        if len(self.spans) >= _MOST_SPANS:
-            self.dropped += 1
-            return
-        thread = threading.get_ident()
-        self.spans.append(Span(name, begin, end, size, str(what), thread, self.step))

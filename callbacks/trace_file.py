@@ -16,10 +16,11 @@ Times are microseconds on rank 0's clock since the first span.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from kerasdist.strategies.measure.stages import COMPUTE
+from kerasdist.strategies.measure.communication import Span
+from kerasdist.strategies.measure.stages import COMPUTE, Offset
 from kerasdist.transport.tracing import NAMES
 
 # The records of all ranks in the format of TensorBoard's trace viewer.
@@ -44,33 +45,27 @@ def xspace(records: Sequence[Record]) -> bytes:
 
     space = xplane_pb2.XSpace()
     for process in processes(records):
-        _fill(space.planes.add(), process)
+        plane = space.planes.add(id=process.rank, name=_PREFIX + process.title)
+        events, stats = _Table(plane.event_metadata), _Table(plane.stat_metadata)
+        for lane in process.lanes:
+            # Lines are sorted by their numbers.
+            line = plane.lines.add(
+                id=lane.number, display_id=lane.number, name=lane.title
+            )
+            _fill(line, lane, events, stats)
     return bytes(space.SerializeToString())
 
 
-def _fill(plane: Any, process: Process) -> None:
-    plane.id = process.rank
-    plane.name = _PREFIX + process.title
-    events = _Table(plane.event_metadata)
-    stats = _Table(plane.stat_metadata)
-    for lane in process.lanes:
-        _add(plane.lines.add(), lane, events, stats)
-
-
-def _add(line: Any, lane: Lane, events: _Table, stats: _Table) -> None:
-    # Lines are sorted by their numbers.
-    line.id = line.display_id = lane.number
-    line.name = lane.title
+def _fill(line: Any, lane: Lane, events: _Table, stats: _Table) -> None:
     for begin, end, span in lane.spans:
         event = line.events.add(
             metadata_id=events.number(span.name),
             offset_ps=1000 * begin,
             duration_ps=1000 * (end - begin),
         )
-        if span.size:
-            event.stats.add(metadata_id=stats.number("bytes"), uint64_value=span.size)
-        if span.what:
-            event.stats.add(metadata_id=stats.number("what"), str_value=span.what)
+        for name, value in _args(span).items():
+            kind = "str_value" if name == "what" else "uint64_value"
+            event.stats.add(metadata_id=stats.number(name), **{kind: value})
 
 
 class _Table:
@@ -82,11 +77,8 @@ class _Table:
 
     def number(self, name: str) -> int:
         """Return the number of this name."""
-        found = self._numbers.get(name)
-        if found is None:
-            found = self._numbers[name] = len(self._numbers) + 1
-            self._entries[found].id = found
-            self._entries[found].name = name
+        found = self._numbers.setdefault(name, len(self._numbers) + 1)
+        self._entries[found].id, self._entries[found].name = found, name
         return found
 
 
@@ -98,31 +90,7 @@ _NUMBERS = 1000
 _NEVER = 1 << 62
 
 
-@dataclass(frozen=True)
-class Span:
-    """An activity of a rank, in nanoseconds of its clock.
-
-    Attributes:
-        name: Its kind; see `kerasdist.transport.tracing`.
-        begin: When it began.
-        end: When it ended.
-        size: Its bytes, 0 if unknown.
-        what: Details, in words.
-        thread: The number of its thread.
-        step: The number of the communicator's step.
-    """
-
-    name: str
-    begin: int
-    end: int
-    size: int = 0
-    what: str = ""
-    thread: int = 0
-    step: int = 0
-
-
-@dataclass(frozen=True)
-class Execution:
+class Execution(NamedTuple):
     """One call of the function that takes steps.
 
     Attributes:
@@ -147,8 +115,8 @@ class Record:
     Attributes:
         rank: Its rank.
         host: Its name.
-        offsets: The lead of its clock over rank 0's: two of (at, ahead, error), from
-            the begin and the end, see `strategies.measure.stages`.
+        offsets: The lead of its clock over rank 0's: at the begin and the end, see
+            `strategies.measure.stages`.
         executions: Its steps.
         spans: The spans of its communicator.
         dropped: Number of spans that weren't kept.
@@ -157,46 +125,37 @@ class Record:
 
     rank: int
     host: str
-    offsets: list[tuple[int, int, int]]
+    offsets: list[Offset]
     executions: list[Execution] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
     stages: list[Span] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain lists and numbers."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Record:
-        """Return the record that `to_json` was called on."""
-        offsets = [(int(a), int(b), int(c)) for a, b, c in found["offsets"]]
-        return cls(
-            rank=int(found["rank"]),
-            host=str(found["host"]),
-            offsets=offsets,
-            executions=[Execution(**each) for each in found["executions"]],
-            spans=[Span(**each) for each in found["spans"]],
-            dropped=int(found["dropped"]),
-            stages=[Span(**each) for each in found["stages"]],
-        )
+        """Return the record that has these attributes, of what JSON has."""
+        kinds = {"offsets": Offset, "executions": Execution}
+        kinds |= {"spans": Span, "stages": Span}
+        lists = {
+            name: [kind(*each) for each in found[name]] for name, kind in kinds.items()
+        }
+        return cls(**{**found, **lists})
 
     def aligned(self, time: int) -> int:
         """Convert a time of this rank's clock to rank 0's clock."""
-        (first, low, _), (last, high, _) = self.offsets[0], self.offsets[-1]
-        if last <= first:
-            return time - low
+        first, last = self.offsets[0], self.offsets[-1]
+        passed, drift = last.at - first.at, last.ahead - first.ahead
         # Clocks drift apart evenly.
-        return time - low - (high - low) * (time - first) // (last - first)
+        drifted = drift * (time - first.at) // passed if passed > 0 else 0
+        return time - first.ahead - drifted
 
     @property
     def error(self) -> int:
         """The largest error of an aligned time, in nanoseconds."""
-        return max(error for _, _, error in self.offsets)
+        return max(offset.error for offset in self.offsets)
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """Spans that contain each other or don't overlap.
 
     Attributes:
@@ -211,8 +170,7 @@ class Lane:
     spans: tuple[tuple[int, int, Span], ...]
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """A rank in the trace.
 
     Attributes:
@@ -237,22 +195,17 @@ def processes(records: Sequence[Record]) -> list[Process]:
     digits = len(str(max((record.rank for record in records), default=0)))
     found = []
     for record in records:
-        titles: dict[int, str] = {}
-        spans: dict[int, list[tuple[int, int, Span]]] = {}
+        lanes: dict[tuple[int, str], list[tuple[int, int, Span]]] = {}
         for lane, title, span in _lanes(record):
-            titles[lane] = title
             begin, end = record.aligned(span.begin), record.aligned(span.end)
-            spans.setdefault(lane, []).append((begin - start, end - start, span))
-        lanes = [
-            Lane(
-                lane,
-                title,
-                tuple(sorted(spans[lane], key=lambda each: (each[0], -each[1]))),
+            lanes.setdefault((lane, title), []).append(
+                (begin - start, end - start, span)
             )
-            for lane, title in sorted(titles.items())
-        ]
+        for spans in lanes.values():
+            spans.sort(key=lambda each: (each[0], -each[1]))
         title = f"rank {record.rank:0{digits}} ({record.host})"
-        found.append(Process(record.rank, title, tuple(lanes)))
+        ordered = (Lane(*lane, tuple(spans)) for lane, spans in sorted(lanes.items()))
+        found.append(Process(record.rank, title, tuple(ordered)))
     return found
 
 
@@ -266,20 +219,20 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
     for process in processes(records):
         number = _NUMBERS * (process.rank + 1)
         events += _names(process, number)
-        for lane in process.lanes:
-            for begin, end, span in lane.spans:
-                events.append(
-                    {
-                        "name": span.name,
-                        "ph": "X",
-                        "pid": number,
-                        "tid": number + 1 + lane.number,
-                        "ts": begin / 1000,
-                        "dur": (end - begin) / 1000,
-                        "cat": _category(lane.number),
-                        "args": _args(span),
-                    }
-                )
+        events += [
+            {
+                "name": span.name,
+                "ph": "X",
+                "pid": number,
+                "tid": number + 1 + lane.number,
+                "ts": begin / 1000,
+                "dur": (end - begin) / 1000,
+                "cat": _category(lane.number),
+                "args": _args(span),
+            }
+            for lane in process.lanes
+            for begin, end, span in lane.spans
+        ]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -295,9 +248,8 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _category(lane: int) -> str:
-    if lane == _STEP:
-        return "step"
-    return "stage" if lane >= _STAGES else "communication"
+    other = "stage" if lane >= _STAGES else "communication"
+    return "step" if lane == _STEP else other
 
 
 def _begin(record: Record) -> int:
@@ -319,12 +271,8 @@ def _names(process: Process, number: int) -> Iterator[dict[str, Any]]:
 
 
 def _args(span: Span) -> dict[str, Any]:
-    args: dict[str, Any] = {}
-    if span.size:
-        args["bytes"] = span.size
-    if span.what:
-        args["what"] = span.what
-    return args
+    args = {"bytes": span.size, "what": span.what}
+    return {name: value for name, value in args.items() if value}
 
 
 def _lanes(record: Record) -> Iterator[tuple[int, str, Span]]:
@@ -372,13 +320,9 @@ def _in_turn(parts: Sequence[Span]) -> list[Span]:
     for span in parts:
         begins.append(max(span.begin, begins[-1] + 1 if begins else 0))
     following = [*begins, _NEVER][1:]
-    ends = [
-        max(begin, min(span.end, limit))
-        for span, begin, limit in zip(parts, begins, following, strict=True)
-    ]
     return [
-        replace(span, begin=begin, end=end)
-        for span, begin, end in zip(parts, begins, ends, strict=True)
+        span._replace(begin=begin, end=max(begin, min(span.end, limit)))
+        for span, begin, limit in zip(parts, begins, following, strict=True)
     ]
 
 
@@ -389,10 +333,10 @@ def _gaps(span: Span, others: Sequence[Span]) -> Iterator[Span]:
         if other.begin >= span.end:
             break
         if begin < other.begin:
-            yield replace(span, begin=begin, end=other.begin)
+            yield span._replace(begin=begin, end=other.begin)
         begin = max(begin, other.end)
     if begin < span.end:
-        yield replace(span, begin=begin)
+        yield span._replace(begin=begin)
 
 
 def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:
@@ -411,17 +355,10 @@ def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:
         begin, end = exchanges.get(span.step, (span.begin, span.end))
         exchanges[span.step] = min(begin, span.begin), max(end, span.end)
     end = execution.begin
-    pushes = any(span.name == "push_pull" for span in spans)
-    # Workers that share weights through servers update first, then exchange.
-    before, after = (
-        ("compute, update", "compute, update")
-        if pushes
-        else (
-            "compute",
-            "update",
-        )
-    )
-    between = before if pushes else "update, compute"
+    before, between, after = "compute", "update, compute", "update"
+    if not exchanges or any(span.name == "push_pull" for span in spans):
+        # Workers that share weights through servers update first, then exchange.
+        before = between = after = "compute, update"
     for number, step in enumerate(sorted(exchanges)):
         begin, finished = exchanges[step]
         if begin > end:
@@ -429,4 +366,4 @@ def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:
         yield Span("exchange", begin, finished)
         end = max(end, finished)
     if end < execution.end:
-        yield Span(after if exchanges else "compute, update", end, execution.end)
+        yield Span(after, end, execution.end)

@@ -95,7 +95,7 @@ _LAZY = {
 # checkout's folder imports the checkout, whatever is installed.
 _here = Path(__file__).parent
 _beside = _here.parent
-_mark = _beside / "callbacks" / "scaling" / "job_view.py"
+_mark = _beside / "callbacks" / "job_view.py"
 if not (_here / "callbacks").is_dir() and _mark.is_file():
     __path__.append(str(_beside))
 

@@ -20,9 +20,8 @@ from typing import Any
 
 from kerasdist._keras.context import setting
 from kerasdist._keras.training.state import JobCallback
-from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.callbacks.scaling import bottleneck
-from kerasdist.callbacks.scaling.job_view import JobView
+from kerasdist.callbacks import ScalingTensorBoard, bottleneck
+from kerasdist.callbacks.job_view import JobView
 from kerasdist.cli.console import output_to_errors
 
 

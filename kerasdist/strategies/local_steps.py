@@ -12,6 +12,7 @@ Each worker counts by the rows that it has trained on since the last average.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -144,9 +145,10 @@ class LocalTraining:
         self._steps = 0
         # Whether a step was taken since the last end of an epoch.
         self._differs = False
-        # The weights after the last average, and the outer momentum, by variable.
+        # The weights after the last average; the outer momentum, and whose it is.
         self._before: list[np.ndarray[Any, Any]] = []
-        self._velocity: dict[int, np.ndarray[Any, Any]] = {}
+        self._velocity: list[Any] = []
+        self._owners: list[weakref.ref[Any]] = []
         self._rows = _tf.own_variable(0.0, tf.float64, workers.devices[0])
 
     @contextlib.contextmanager
@@ -209,11 +211,19 @@ class LocalTraining:
             return
         outer = self._options.outer
         rate, momentum = float(outer.learning_rate), float(outer.momentum)
-        for variable, before in zip(variables, self._before, strict=True):
+        known = [owner() for owner in self._owners]
+        if len(known) != len(variables) or any(
+            mine is not theirs for mine, theirs in zip(known, variables, strict=True)
+        ):
+            self._owners = [weakref.ref(variable) for variable in variables]
+            self._velocity = [0.0] * len(variables)
+        for i, (variable, before) in enumerate(
+            zip(variables, self._before, strict=True)
+        ):
             change = rate * (_value(variable) - before)
             if momentum:
-                velocity = momentum * self._velocity.get(id(variable), 0.0) + change
-                self._velocity[id(variable)] = velocity
+                velocity = momentum * self._velocity[i] + change
+                self._velocity[i] = velocity
                 change = momentum * velocity + change if outer.nesterov else velocity
             for copy in self._workers.copies(variable.value):
                 copy.assign(tf.cast(before + change, copy.dtype))

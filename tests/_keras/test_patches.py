@@ -100,7 +100,8 @@ def _short(paths: list[str]) -> str:
         if name.endswith("="):
             name = f"{name[:-1]} = ..."
         key = f"{owner}." if owner[0].isupper() else ""
-        grouped.setdefault(key, []).append(name)
+        if name not in grouped.setdefault(key, []):
+            grouped[key].append(name)
     return "; ".join(
         f"`{key}{found[0]}`"
         if len(found) == 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import kerasdist
 from kerasdist import callbacks, errors, layers
+from kerasdist.callbacks.summaries import PHASES, Figures, scalars
 from kerasdist.cli import completion as completion
 from kerasdist.cli import doctor as doctor
 from kerasdist.cli import env as env
@@ -129,15 +130,31 @@ def environment_variables() -> list[str]:
 
 
 def tags() -> list[str]:
-    return sorted(
-        {
-            text
-            for path in LIBRARY
-            if "callbacks" in path.parts
-            for text in _strings(path)
-            if re.fullmatch(r"[a-z_]+/([a-z_]+|[a-z_]*[({.].*)", text)
-        }
+    found = {
+        text
+        for path in LIBRARY
+        if "callbacks" in path.parts
+        for text in _strings(path)
+        if re.fullmatch(r"[a-z_]+/([a-z_]+|[a-z_]*[({.].*)", text)
+    }
+    # All figures that there are, of rank 0 and stage 0, in the runs below the board's.
+    figures = Figures(
+        workers=2,
+        steps=1.0,
+        examples_per_second=1.0,
+        by_rank={0: 1.0},
+        step_seconds=1.0,
+        phases=dict.fromkeys(PHASES, 1.0),
+        busy={0: 1.0},
+        slowest=0,
+        link=1.0,
+        baseline=1.0,
+        staleness={0: 1},
+        idle=(0.0,),
     )
+    for below, values in scalars(figures, 0.1).items():
+        found |= {f"{tag} of {below or 'the board'}" for tag in values}
+    return sorted(found)
 
 
 def formats() -> Iterator[str]:

@@ -7,11 +7,23 @@ import math
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
-from kerasdist.callbacks.scaling import summaries
+
+def place(name):
+    """The run and the tag of `figure/line`, which shares a chart with others."""
+    figure, _, line = name.partition("/")
+    if line == "all":
+        return "", figure
+    if line.startswith(("rank_", "stage_")):
+        return line, figure
+    if figure in ("step_seconds", "step_percent") and line != "whole":
+        return f"part_{line}", figure
+    if name in ("staleness/max", "bandwidth/link"):
+        return "max", name
+    return "", name
 
 
 class Board:
-    """What TensorBoard finds in a run and those below it, by `summaries.place`."""
+    """What TensorBoard finds in a run and those below it, by `place`."""
 
     def __init__(self, folder):
         self.runs = {}
@@ -23,7 +35,7 @@ class Board:
             self.runs["" if each is folder else each.name] = accumulator
 
     def Tensors(self, name):
-        run, tag = summaries.place(name)
+        run, tag = place(name)
         return self.runs[run].Tensors(tag)
 
     def Tags(self):

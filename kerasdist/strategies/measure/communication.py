@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import gzip
+import json
 import threading
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -13,7 +17,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.transport.tracing import NAMES
+from kerasdist.transport.tracing import NAMES, Recorder
 
 # The speed of the link between the workers when nothing else runs.
 
@@ -38,15 +42,15 @@ def link_speed(communicator: Communicator) -> float | None:
         return None
     buffer = np.zeros(_BYTES // 4, np.float32)
     best = 0.0
-    sums = SpanSums(communicator.size)
+    sums = SpanSums(communicator)
     communicator.all_reduce([buffer])  # allocates buffers
     for _ in range(_TIMES):
         communicator.barrier()
-        communicator.add_recorder(sums)
+        sums.listen(True)
         try:
             communicator.all_reduce([buffer])
         finally:
-            communicator.remove_recorder(sums)
+            sums.listen(False)
         work = sums.take()
         if work.communicating:
             best = max(best, work.sent / work.communicating)
@@ -55,30 +59,36 @@ def link_speed(communicator: Communicator) -> float | None:
 
 # Counts and times of steps, summed where the steps run: in a graph, or eagerly.
 
-# Counts of all steps, then counts and sums of times of the measured ones.
-STEPS, ROWS, MEASURED, UPDATES = range(4)
-BEGIN, READY, END, GRADIENTS, REDUCED = range(4, 9)
-SLOTS = 9
+
+class Slot(enum.IntEnum):
+    """The places of sums: counts of all steps, then those of the measured ones.
+
+    From `BEGIN` on they are times.
+    """
+
+    STEPS, ROWS, MEASURED, UPDATES, BEGIN, READY, END, GRADIENTS, REDUCED = range(9)
+
+
 # The number of a count's bits that are for samples.
 _BITS = 40
 
 
 class StepCounters:
-    """The sums, by the numbers above: one variable in host memory.
+    """The sums, by `Slot`: one variable in host memory.
 
     Args:
         host: The name of the host's device.
     """
 
     def __init__(self, host: str) -> None:
-        self._totals = _tf.own_variable(np.zeros(SLOTS), tf.float64, host)
+        self._totals = _tf.own_variable(np.zeros(len(Slot)), tf.float64, host)
         # For steps that are only counted: steps in the upper bits, samples in the lower
         # ones. As one number they cost one small operation in each step.
         self._counted = _tf.own_variable(0, tf.int64, host)
         self._seen = 0
         # Times are relative to this: sums of small numbers are exact.
         self._base = time.time()
-        self._eager = np.zeros(SLOTS)
+        self._eager = np.zeros(len(Slot))
 
     def read(self) -> Array:
         """Return all sums, float64 of shape (9,), times in seconds; eagerly.
@@ -89,31 +99,27 @@ class StepCounters:
         now = int(self._counted.numpy())
         new = (now - self._seen) % (1 << 64)  # int64 wraps around
         self._seen = now
-        self._eager[STEPS] += new >> _BITS
-        self._eager[ROWS] += new & ((1 << _BITS) - 1)
+        self._eager[Slot.STEPS] += new >> _BITS
+        self._eager[Slot.ROWS] += new & ((1 << _BITS) - 1)
         return np.asarray(self._totals.numpy()) + self._eager
 
     def count(self, rows: Any) -> None:
         """Count one step with its number of samples, in a graph, on the host; int64."""
         self._counted.assign_add(rows + (1 << _BITS), read_value=False)
 
-    def add(self, counts: dict[int, Any], times: dict[int, Any] | None = None) -> None:
+    def add(self, values: dict[Slot, Any]) -> None:
         """Add to the sums, in a graph, on the host; times are those of `time_after`."""
-        values, bases = [tf.constant(0, tf.float64)] * SLOTS, np.zeros(SLOTS)
-        for slot, count in counts.items():
-            values[slot] = tf.cast(count, tf.float64)
-        for slot, read in (times or {}).items():
-            values[slot], bases[slot] = read, self._base
-        self._totals.assign_add(tf.stack(values) - bases, read_value=False)
+        parts, bases = [tf.constant(0, tf.float64)] * len(Slot), np.zeros(len(Slot))
+        for slot, value in values.items():
+            parts[slot] = tf.cast(value, tf.float64)
+            bases[slot] = self._base if slot >= Slot.BEGIN else 0.0
+        self._totals.assign_add(tf.stack(parts) - bases, read_value=False)
 
-    def add_eagerly(
-        self, counts: dict[int, Any], times: dict[int, float] | None = None
-    ) -> None:
+    def add_eagerly(self, values: dict[Slot, Any]) -> None:
         """Add to the sums; times are those of `time.time`."""
-        for slot, count in counts.items():
-            self._eager[slot] += float(count)
-        for slot, read in (times or {}).items():
-            self._eager[slot] += read - self._base
+        for slot, value in values.items():
+            base = self._base if slot >= Slot.BEGIN else 0.0
+            self._eager[slot] += float(value) - base
 
 
 def time_after(values: Any) -> Any:
@@ -173,7 +179,7 @@ class StepTimes:
         communicating: Seconds of all collectives, also of those that computation hides.
     """
 
-    rank: int
+    rank: int = 0
     steps: float = 0.0
     rows: float = 0.0
     seconds: float = 0.0
@@ -189,56 +195,130 @@ class StepTimes:
     reduced: float = 0.0
     communicating: float = 0.0
 
-    def to_array(self) -> Array:
-        """Return all numbers, float64."""
-        return np.array(dataclasses.astuple(self), np.float64)
-
-    @classmethod
-    def from_array(cls, array: Array) -> StepTimes:
-        """Return the times from the result of `to_array`."""
-        rank, *rest = (float(number) for number in array)
-        names = [field.name for field in dataclasses.fields(cls)][1:]
-        return cls(rank=int(rank), **dict(zip(names, rest, strict=True)))
-
     def plus(self, other: StepTimes) -> StepTimes:
         """Return the sums of both; the rank is this one's."""
-        total = self.to_array() + other.to_array()
-        return dataclasses.replace(self.from_array(total), rank=self.rank)
+        sums = {
+            name: value + getattr(other, name) for name, value in vars(self).items()
+        }
+        return StepTimes(**{**sums, "rank": self.rank})
+
+    def scaled(self, by: float, names: Iterable[str] = PARTS) -> StepTimes:
+        """Return them with some of the numbers multiplied."""
+        scaled = {name: by * getattr(self, name) for name in names}
+        return dataclasses.replace(self, **scaled)
 
 
-def gather(
-    communicator: Communicator, mine: StepTimes, more: Array
-) -> tuple[list[StepTimes], list[Array]]:
-    """Give every worker's times to all workers, which call it at the same point.
+def gather(communicator: Communicator, mine: Any) -> list[Any]:
+    """Give every worker's value to all workers, which call it at the same point.
 
     Args:
         communicator: The communicator of the workers.
-        mine: This worker's times.
-        more: Further numbers, float64; their count may differ between workers.
+        mine: This worker's value, of what JSON has.
 
     Returns:
-        All workers' times, and their other numbers, in rank order.
+        All workers' values, in rank order.
     """
-    own = mine.to_array()
-    every = communicator.all_gather(np.concatenate([own, np.asarray(more, np.float64)]))
-    times = [StepTimes.from_array(part[: len(own)]) for part in every]
-    return times, [part[len(own) :] for part in every]
+    text = gzip.compress(json.dumps(mine).encode(), 1)
+    every = communicator.all_gather(np.frombuffer(text, np.uint8))
+    return [json.loads(gzip.decompress(part.tobytes())) for part in every]
+
+
+# Recorders of the spans of communication.
+
+
+class Span(NamedTuple):
+    """An activity of a worker, in nanoseconds of its clock.
+
+    Attributes:
+        name: Its kind; see `kerasdist.transport.tracing`.
+        begin: When it began.
+        end: When it ended.
+        size: Its bytes, 0 if unknown.
+        what: Details, in words.
+        thread: The number of its thread; of a stage's work that of the stage.
+        step: The number of the communicator's step.
+    """
+
+    name: str
+    begin: int
+    end: int
+    size: int = 0
+    what: str = ""
+    thread: int = 0
+    step: int = 0
+
+
+class SpanRecorder(Recorder):
+    """A recorder of a communicator's spans, which listens now and then.
+
+    Args:
+        communicator: The communicator; None if there is nothing to record.
+
+    Attributes:
+        communicator: The same.
+        listening: Whether it records.
+    """
+
+    def __init__(self, communicator: Communicator | None) -> None:
+        self.communicator = communicator
+        self.listening = False
+
+    def listen(self, listening: bool) -> None:
+        """Record from now on, or no more."""
+        if listening == self.listening:
+            return
+        self.listening = listening
+        if self.communicator is not None and listening:
+            self.communicator.add_recorder(self)
+        elif self.communicator is not None:
+            self.communicator.remove_recorder(self)
+
+
+class SpanList(SpanRecorder):
+    """A recorder that keeps single spans.
+
+    Args:
+        communicator: The communicator; None if there is nothing to record.
+        most: It keeps at most this many.
+
+    Attributes:
+        spans: The spans.
+        dropped: Number of spans that weren't kept.
+    """
+
+    def __init__(self, communicator: Communicator | None, most: int) -> None:
+        super().__init__(communicator)
+        self._most = most
+        self.spans: list[Span] = []
+        self.dropped = 0
+
+    @property
+    def step(self) -> int:
+        """The communicator's number of steps."""
+        return 0 if self.communicator is None else self.communicator.step
+
+    def add(
+        self, name: str, begin: int, end: int, size: int = 0, what: object = ""
+    ) -> None:
+        """See `transport.tracing.Recorder.add`."""
+        if len(self.spans) >= self._most:
+            self.dropped += 1
+            return
+        thread = threading.get_ident()
+        self.spans.append(Span(name, begin, end, size, str(what), thread, self.step))
 
 
 _NANO = 1e-9
 
 
-class SpanSums:
-    """A recorder of a communicator's work; see `transport.tracing`.
+class SpanSums(SpanRecorder):
+    """A recorder that adds up spans."""
 
-    Args:
-        size: Number of workers.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator)
+        self._size = communicator.size
         self._lock = threading.Lock()
-        self._now = Work(size)
+        self._now = Work(self._size)
 
     def add(
         self, name: str, begin: int, end: int, size: int = 0, what: object = ""

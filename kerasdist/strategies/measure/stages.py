@@ -25,8 +25,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -36,6 +35,7 @@ from kerasdist._tf import graph_clocks
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.placement.micro_batch_order import MicroBatch, union_length
+from kerasdist.strategies.measure.communication import Span
 from kerasdist.transport.tracing import now
 
 # The offsets of ranks' clocks, estimated by repeated barriers.
@@ -54,8 +54,7 @@ from kerasdist.transport.tracing import now
 _ROUNDS = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offset:
+class Offset(NamedTuple):
     """The lead of this rank's clock over rank 0's, in nanoseconds.
 
     Attributes:
@@ -87,9 +86,7 @@ def clock_offset(
     """
     if communicator.size == 1:
         return Offset(at=clock(), ahead=0, error=0)
-    before = np.zeros(rounds, np.int64)
-    middle = np.zeros(rounds, np.int64)
-    after = np.zeros(rounds, np.int64)
+    before, middle, after = np.zeros((3, rounds), np.int64)
     communicator.barrier()  # from here on all ranks are in step
     for number in range(rounds):
         before[number] = clock()
@@ -155,22 +152,25 @@ class StageTimes:
         return tuple(max(0.0, 1.0 - busy / whole) for busy in self.busy)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageSpan:
-    """An uninterrupted piece of work of one stage, in one step.
+class _Visit(NamedTuple):
+    """An uninterrupted piece of work of one stage, in a graph.
 
     Attributes:
         stage: The number of the stage.
         name: "forward 0" for micro-batch 0, "backward 0"; "compute" for the whole
             batch.
-        begin: When it began, in seconds since 1970.
-        end: When it ended.
+        begins: The places in `_Graph.totals` of times after which it begins.
+        end: The place of its end.
     """
 
     stage: int
     name: str
-    begin: float
-    end: float
+    begins: list[int]
+    end: int
+
+    def times(self, sums: Array) -> tuple[float, float]:
+        """Return its begin and end from the sums of one step, or of several."""
+        return float(min(sums[place] for place in self.begins)), float(sums[self.end])
 
 
 @dataclasses.dataclass
@@ -178,19 +178,21 @@ class _Graph:
     """The visits in one graph of a step, and the sums of their times.
 
     Attributes:
-        spans: For each visit its stage, and the places of its times in `totals`.
-        names: For each visit its name.
+        visits: The visits.
         totals: The number of steps, the sum of their begins, then sums of times: a row
             of the first step, and one of all others.
         before: The latter row at the last `take`.
         seen: The sum of both rows at the last `look`.
     """
 
-    spans: list[tuple[int, list[int], int]]
-    names: list[str]
+    visits: list[_Visit]
     totals: Any
     before: Array
     seen: Array
+
+
+# The places in `_Graph.totals` before those of times.
+_STEPS, _BEGIN, _FIRST = range(3)
 
 
 class StageClock:
@@ -229,7 +231,7 @@ class StageClock:
 
     def _sum_up(self, found: Sequence[graph_clocks.Marked]) -> _Graph:
         # On each device the times are packed, so that one tensor is sent.
-        spans, names, packed, count = [], [], [], 2
+        visits, packed, count = [], [], _FIRST
         # All times in order, each with those that it can't be later than.
         limits: list[tuple[Any, ...]] = []
         for stage, device in enumerate(self._devices):
@@ -245,8 +247,8 @@ class StageClock:
                     if _tf.host_of(begin.device) == _tf.host_of(device)
                 ]
                 limits.append((one.end, *here))
-                spans.append((stage, begins, count + len(times) - 1))
-                names.append(_name(one.visit.part))
+                name = _name(one.visit.part)
+                visits.append(_Visit(stage, name, begins, count + len(times) - 1))
             count += len(times)
             if times:
                 with tf.device(device):
@@ -254,28 +256,28 @@ class StageClock:
         totals = _tf.own_variable(np.zeros((2, count)), tf.float64)
         with tf.device(self._host):
             now = _earliest(tf.concat(packed, 0), limits)
-            others = totals[0, 0]  # 0 in the first step, then 1
+            others = totals[0, _STEPS]  # 0 in the first step, then 1
             begin = tf.reduce_min(now, keepdims=True)
             step = tf.ones([1], tf.float64)
             sums = tf.concat([step, begin - self._base, now - begin], 0)
             totals.assign_add(tf.stack([(1.0 - others) * sums, others * sums]))
-        return _Graph(spans, names, totals, *np.zeros((2, count)))
+        return _Graph(visits, totals, *np.zeros((2, count)))
 
     @property
     def can_look(self) -> bool:
         """Return whether the times of single visits can be determined."""
         return graph_clocks.can_be_marked(self._devices)
 
-    def align(self) -> float:
+    def align(self) -> int:
         """Determine by how much other machines' clocks are ahead of this one's.
 
         Each answers some requests: its clock was read after the request, and before the
         answer, see `strategies.measure.stages`.
 
         Returns:
-            The possible error in seconds; 0.0 if all stages are on this machine.
+            The possible error in nanoseconds; 0 if all stages are on this machine.
         """
-        error = 0.0
+        error = 0
         for host in {_tf.host_of(device) for device in self._devices} - {self._host}:
             asked, theirs, answered = np.zeros((3, _QUESTIONS), np.int64)
             for number in range(_QUESTIONS):
@@ -285,55 +287,47 @@ class StageClock:
                 answered[number] = time.time_ns()
             found = compare(asked, theirs, answered)
             self._ahead[host] = -found.ahead / 1e9
-            error = max(error, found.error / 1e9)
+            error = max(error, found.error)
         return error
 
-    def look(self) -> list[StageSpan]:
+    def look(self) -> list[Span]:
         """Return the work of the stages since the last call, if that was one step.
 
         Returns nothing for several steps, or if it can't be determined. With stages on
-        other machines `align` must have been called.
+        other machines `align` must have been called. Times are those of `now`.
         """
-        found: list[StageSpan] = []
+        found: list[Span] = []
         if not self.can_look:
             return found
+        ahead = now() - time.time_ns()
         for graph in self._graphs:
-            now = np.asarray(graph.totals.numpy()).sum(0)
-            sums, graph.seen = now - graph.seen, now
-            if sums[0] != 1:
+            totals = np.asarray(graph.totals.numpy()).sum(0)
+            sums, graph.seen = totals - graph.seen, totals
+            if sums[_STEPS] != 1:
                 continue
-            first = self._base + float(sums[1])
-            for (stage, begins, end), name in zip(
-                graph.spans, graph.names, strict=True
-            ):
-                begin = min(sums[begin] for begin in begins)
-                host = _tf.host_of(self._devices[stage])
+            first = self._base + float(sums[_BEGIN])
+            for visit in graph.visits:
+                host = _tf.host_of(self._devices[visit.stage])
                 base = first - self._ahead.get(host, 0.0)
-                found.append(
-                    StageSpan(
-                        stage=stage,
-                        name=name,
-                        begin=base + float(begin),
-                        end=base + float(sums[end]),
-                    )
+                begin, end = (
+                    int((base + each) * 1e9) + ahead for each in visit.times(sums)
                 )
+                found.append(Span(visit.name, begin, end, thread=visit.stage))
         return found
 
     def take(self) -> StageTimes:
         """Return the times of the stages since the last call; eagerly."""
         total = StageTimes(steps=0.0, busy=(0.0,) * len(self._devices))
         for graph in self._graphs:
-            now = np.asarray(graph.totals.numpy())[1]
-            sums, graph.before = now - graph.before, now
-            steps = float(sums[0])
-            if not steps:
+            totals = np.asarray(graph.totals.numpy())[1]
+            sums, graph.before = totals - graph.before, totals
+            if not sums[_STEPS]:
                 continue
-            lines: list[list[tuple[float, float]]] = [[] for _ in self._devices]
-            for stage, begins, end in graph.spans:
-                begin = min(sums[begin] for begin in begins)
-                lines[stage].append((float(begin), float(sums[end])))
-            busy = tuple(union_length(line) for line in lines)
-            total = total.plus(StageTimes(steps=steps, busy=busy))
+            busy = tuple(
+                union_length([v.times(sums) for v in graph.visits if v.stage == stage])
+                for stage in range(len(self._devices))
+            )
+            total = total.plus(StageTimes(steps=float(sums[_STEPS]), busy=busy))
         return total
 
 

@@ -30,6 +30,7 @@ when gradients are sent.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import random
 import time
@@ -43,34 +44,16 @@ from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.data.batch_split import rows_of, split_part
-from kerasdist.strategies.measure.communication import (
-    BEGIN,
-    END,
-    GRADIENTS,
-    MEASURED,
-    PARTS,
-    PHASES,
-    READY,
-    REDUCED,
-    ROWS,
-    SLOTS,
-    STEPS,
-    UPDATES,
-    SpanSums,
-    StepCounters,
-    StepTimes,
-    Work,
-    time_after,
-    time_after_all,
-)
+from kerasdist.strategies.measure import communication
+from kerasdist.strategies.measure.communication import Slot, SpanSums, StepTimes, Work
 
 # The parts of one step, from its clocks and the communicator's spans.
 
 
 def parts_of_a_step(
     sums: Array, spans: Work, *, inside: float | None, met: float, in_turn: bool
-) -> dict[str, float]:
-    """Return the times and bytes of one step, on average, by the names of `StepTimes`.
+) -> StepTimes:
+    """Return the times and bytes of one step, on average.
 
     Args:
         sums: The sums of the measured steps; at least one step.
@@ -78,18 +61,13 @@ def parts_of_a_step(
         inside: Seconds inside of their calls, if those are several steps each.
         met: Seconds in them of waiting for other workers before a step began.
         in_turn: Whether waiting is for other workers, and not for servers at work.
-
-    Returns:
-        Seconds and bytes of a step, by the names in `step_times.PARTS`.
     """
-    steps = sums[MEASURED]
-    begin, ready, end, gradients, reduced = (
-        float(sums[slot]) for slot in (BEGIN, READY, END, GRADIENTS, REDUCED)
-    )
+    steps = sums[Slot.MEASURED]
+    begin, ready, end, gradients, reduced = map(float, sums[Slot.BEGIN :])
     running, exchange = end - ready, max(reduced - gradients, 0.0)
     # Where the next batch is fetched within an execution, the fetch's end counts.
     waiting = (ready - begin if inside is None else inside - running) - met
-    if sums[UPDATES] == steps:
+    if sums[Slot.UPDATES] == steps:
         compute, update = gradients - ready, end - reduced
     else:
         # With several optimizers in one step, or none, the rest can't be divided.
@@ -114,7 +92,10 @@ def parts_of_a_step(
         "reduced": spans.reduced,
         "communicating": spans.communicating,
     }
-    return {name: float(value / steps) for name, value in found.items()}
+    means: dict[str, Any] = {
+        name: float(value / steps) for name, value in found.items()
+    }
+    return StepTimes(**means)
 
 
 # The choice of the calls that are measured: rows of some, at random times.
@@ -236,7 +217,7 @@ class StepClock:
     ) -> None:
         self._rank = rank
         self.running = self.asked = self.timed = self.marks = False
-        self._listening = self._in_call = False
+        self._in_call = False
         self.lost = 0.0
         # Whether this call, or the time before it, needs work in `_look_back`.
         self._noted = False
@@ -245,10 +226,10 @@ class StepClock:
         self._host = _tf.host_of(devices[0])
         self.communicator = communicator
         self._in_turn = in_turn
-        self._spans = SpanSums(communicator.size)
-        self._summed = StepCounters(self._host)
+        self._spans = SpanSums(communicator)
+        self._summed = communication.StepCounters(self._host)
         # Sums at the beginning of the window, and when the clock started.
-        self._before, self._started = np.zeros(SLOTS), np.zeros(SLOTS)
+        self._before, self._started = np.zeros((2, len(Slot)))
         self._is_eager = False
         # The state before a call that traces, and before one that warms up.
         self._traced: tuple[Array, Work] | None = None
@@ -263,7 +244,7 @@ class StepClock:
         self._call_waited = self._call_met = self._met_measured = 0.0
         self._sampling = Sampling()
         # Of one step, as last measured.
-        self._usual: dict[str, float] | None = None
+        self._usual = StepTimes()
 
     @property
     def rank(self) -> int:
@@ -278,7 +259,7 @@ class StepClock:
             return
         self.running = True
         self._sampling = Sampling()
-        self._usual = None
+        self._usual = StepTimes()
         self._forget()
         self._started = self._before.copy()
 
@@ -286,7 +267,7 @@ class StepClock:
         """Stop measuring."""
         if self.running:
             self.running = self.timed = False
-            self._listen(False)
+            self._spans.listen(False)
 
     def begin_epoch(self) -> None:
         """Exclude the time between the last step and now from the training."""
@@ -309,14 +290,14 @@ class StepClock:
         sums = self._summed.read()
         # All of the window's steps may have been left out.
         for found in (sums - self._before, sums - self._started):
-            if found[STEPS]:
-                return float(found[ROWS] / found[STEPS])
+            if found[Slot.STEPS]:
+                return float(found[Slot.ROWS] / found[Slot.STEPS])
         return 0.0
 
     @property
     def seconds_per_step(self) -> float:
         """Return the seconds of a step since the last `take`; 0 if there was none."""
-        steps = float((self._summed.read() - self._before)[STEPS])
+        steps = float((self._summed.read() - self._before)[Slot.STEPS])
         return max(self._left - self._since, 0.0) / steps if steps else 0.0
 
     @contextlib.contextmanager
@@ -324,7 +305,7 @@ class StepClock:
         """Exclude the block from the training."""
         running, asked = self.running, self.asked
         self.running = self.asked = False
-        self._listen(False)
+        self._spans.listen(False)
         sums = self._summed.read()
         try:
             yield
@@ -340,8 +321,8 @@ class StepClock:
         # 1. The window's sums, and from them the parts of one measured step.
         now = self._summed.read()
         sums = now - self._before
-        steps, seconds = float(sums[STEPS]), max(self._left - self._since, 0.0)
-        if sums[MEASURED]:
+        steps, seconds = float(sums[Slot.STEPS]), max(self._left - self._since, 0.0)
+        if sums[Slot.MEASURED]:
             self._usual = parts_of_a_step(
                 sums,
                 self._spans.take(),
@@ -351,27 +332,23 @@ class StepClock:
             )
         # 2. Extrapolate to all steps of the window; without a measured step these steps
         # count like those of the last window.
-        parts = {
-            name: value * steps
-            for name, value in (self._usual or dict.fromkeys(PARTS, 0.0)).items()
-        }
-        # Values that are known for all calls aren't extrapolated from some.
-        parts["input"] += self._waited_before
-        parts["exchange"] += self._met
-        parts["late"] += self._met
-        # 3. Scale to the window's time: measured steps may have been the longer ones.
-        whole = sum(parts[name] for name in PHASES)
-        if whole > seconds:
-            for name in (*PHASES, "late"):
-                parts[name] *= seconds / whole
-        times = StepTimes(
+        times = self._usual.scaled(steps)
+        times = dataclasses.replace(
+            times,
             rank=self.rank,
             steps=steps,
-            rows=float(sums[ROWS]),
+            rows=float(sums[Slot.ROWS]),
             seconds=seconds,
-            outside=max(seconds - whole, 0.0),
-            **parts,
+            # Values that are known for all calls aren't extrapolated from some.
+            input=times.input + self._waited_before,
+            exchange=times.exchange + self._met,
+            late=times.late + self._met,
         )
+        # 3. Scale to the window's time: measured steps may have been the longer ones.
+        whole = sum(getattr(times, name) for name in communication.PHASES)
+        if whole > seconds:
+            times = times.scaled(seconds / whole, (*communication.PHASES, "late"))
+        times = dataclasses.replace(times, outside=max(seconds - whole, 0.0))
         self._forget(now)
         return times
 
@@ -386,15 +363,6 @@ class StepClock:
         self._waited = 0.0 if now is None else self._waited - self._waited_before
         self._inside = self._waited_before = 0.0
         self._met = self._met_measured = 0.0
-
-    def _listen(self, listening: bool) -> None:
-        if listening == self._listening:
-            return
-        self._listening = listening
-        if listening:
-            self.communicator.add_recorder(self._spans)
-        else:
-            self.communicator.remove_recorder(self._spans)
 
     # For the train function.
 
@@ -413,7 +381,7 @@ class StepClock:
         if self.timed:
             if self._sampling.warming and not always:
                 self._kept = self._summed.read(), self._spans.take()
-            self._listen(True)
+            self._spans.listen(True)
             self._entered = time.time()
         return self.timed
 
@@ -432,7 +400,7 @@ class StepClock:
         self._call_waited = self._call_met = 0.0
         self._noted = self._is_eager = False
         if self.timed:
-            self._listen(False)
+            self._spans.listen(False)
         timed, self.timed = self.timed, False
         if self._traced is not None:
             self._leave_out(self._kept or self._traced)
@@ -447,7 +415,7 @@ class StepClock:
         if not timed:
             return
         if self._kept is not None:
-            self._leave_out(self._kept, MEASURED)
+            self._leave_out(self._kept, Slot.MEASURED)
             self._kept = None
             return
         if not eager:
@@ -458,7 +426,7 @@ class StepClock:
             self._inside += left - self._entered
         elif executions and not eager:
             # A graph with one thread would read the clock too late.
-            self._summed.add_eagerly({}, {BEGIN: self._entered})
+            self._summed.add_eagerly({Slot.BEGIN: self._entered})
 
     def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
         """Remove this call's contribution to the sums, from index `first` on."""
@@ -500,15 +468,15 @@ class StepClock:
         self.batch = tf.nest.map_structure(
             tf.type_spec_from_value, batch, expand_composites=False
         )
-        counts = {STEPS: 1.0, ROWS: rows}
+        counts = {Slot.STEPS: 1.0, Slot.ROWS: rows}
         if _tf.executing_eagerly():
             self._is_eager = self._noted = self._in_call
             begin = time.time()
             outputs = run(data)
-            times = {BEGIN: begin, READY: begin, END: time.time()}
-            self._summed.add_eagerly(counts)
+            times = {Slot.BEGIN: begin, Slot.READY: begin, Slot.END: time.time()}
             if self.timed:
-                self._summed.add_eagerly({MEASURED: 1.0}, times)
+                counts |= {Slot.MEASURED: 1.0, **times}
+            self._summed.add_eagerly(counts)
             return outputs
         self._note_trace()
         if not self.timed:
@@ -517,14 +485,13 @@ class StepClock:
                 self._summed.count(tf.cast(rows, tf.int64))
             return outputs
         with tf.device(self._host):
-            ready = time_after(parts)
+            ready = communication.time_after(parts)
         # A graph with one thread would otherwise read the clock after the step.
         with tf.control_dependencies([ready]):
             outputs = run(data)
         with tf.device(self._host):
-            self._summed.add(
-                {**counts, MEASURED: 1.0}, {READY: ready, END: time_after(outputs)}
-            )
+            times = {Slot.READY: ready, Slot.END: communication.time_after(outputs)}
+            self._summed.add({**counts, Slot.MEASURED: 1.0, **times})
         return outputs
 
     def exchange(
@@ -537,22 +504,23 @@ class StepClock:
             reduce: Reduces them, given tensors that its last bucket waits for.
         """
         # Nothing is sent before the slowest replica here has finished.
-        ready = time_after_all(gradients) if self._replicas > 1 else None
+        ready = communication.time_after_all(gradients) if self._replicas > 1 else None
         if _tf.local_replica_id() > 0:
             return reduce(())
         if _tf.executing_eagerly():
             begin = time.time()
             reduced = reduce(())
-            times = {GRADIENTS: begin, REDUCED: time.time()}
-            self._summed.add_eagerly({UPDATES: 1.0}, times)
+            times = {Slot.GRADIENTS: begin, Slot.REDUCED: time.time()}
+            self._summed.add_eagerly({Slot.UPDATES: 1.0, **times})
             return reduced
         self._note_trace()
         with tf.device(self._host):
-            before = time_after(gradients if ready is None else ready)
+            before = communication.time_after(gradients if ready is None else ready)
         # With several replicas here a merge call reduces, in another thread.
         reduced = reduce([before] if self._replicas == 1 else ())
         # Updates don't wait for that: each begins as early as without clocks.
         with tf.device(self._host):
-            after = time_after(reduced)
-            self._summed.add({UPDATES: 1.0}, {GRADIENTS: before, REDUCED: after})
+            after = communication.time_after(reduced)
+            times = {Slot.GRADIENTS: before, Slot.REDUCED: after}
+            self._summed.add({Slot.UPDATES: 1.0, **times})
         return reduced

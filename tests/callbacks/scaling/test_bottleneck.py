@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from kerasdist.callbacks.scaling import bottleneck
-from kerasdist.callbacks.scaling.bottleneck import LEAST, in_seconds, judge
-from kerasdist.callbacks.scaling.summaries import PHASES, Figures
+from kerasdist.callbacks import bottleneck
+from kerasdist.callbacks.bottleneck import LEAST, in_seconds, judge
+from kerasdist.callbacks.summaries import PHASES, Figures
 
 
 def figures(workers=4, *, busy=None, **more):

@@ -23,9 +23,8 @@ from tensorboard.util import tensor_util
 
 import kerasdist
 from board import Board, near, series, text
-from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.callbacks.scaling import summaries
-from kerasdist.callbacks.scaling.summaries import PHASES
+from kerasdist.callbacks import ScalingTensorBoard, summaries
+from kerasdist.callbacks.summaries import PHASES
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -398,9 +397,9 @@ def check_rates(board, asynchronous):
 
 
 CALIBRATED = """
-from kerasdist.strategies import calibration
+from kerasdist.callbacks import job_view
 
-calibration.SECONDS = 0.05
+job_view.SECONDS = 0.05
 
 class Picky(keras.layers.Layer):
     def call(self, inputs):

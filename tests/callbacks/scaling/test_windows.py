@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kerasdist.callbacks.scaling.job_view import Windows
+from kerasdist.callbacks.job_view import Windows
 from kerasdist.strategies.measure.communication import StepTimes
 
 

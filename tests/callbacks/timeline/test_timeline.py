@@ -13,8 +13,9 @@ import pytest
 import kerasdist
 from groups import Group
 from kerasdist.callbacks import Timeline
-from kerasdist.callbacks.trace_file import Execution, Record, Span, processes, trace
-from kerasdist.strategies.measure.stages import clock_offset
+from kerasdist.callbacks.trace_file import Execution, Record, processes, trace
+from kerasdist.strategies.measure.communication import Span
+from kerasdist.strategies.measure.stages import Offset, clock_offset
 from kerasdist.transport.tracing import NAMES, now
 from workers import Workers
 
@@ -122,7 +123,7 @@ def test_the_parts_of_an_execution():
         Span(s.name, s.begin * 1000, s.end * 1000, s.size, s.what, 7, s.step)
         for s in spans
     ]
-    record = Record(1, "b", [(0, 5000, 10)], [Execution(4, 2, 0, 100_000)], spans)
+    record = Record(1, "b", [Offset(0, 5000, 10)], [Execution(4, 2, 0, 100_000)], spans)
     found = trace([record])
     assert found["otherData"]["clock_error_us"] == {"1": 0.01}
     events = [e for e in found["traceEvents"] if e["ph"] == "X"]
@@ -136,7 +137,7 @@ def test_the_parts_of_an_execution():
         ("update", 80.0, 20.0),
     ]
     nested(events)
-    assert Record.from_json(json.loads(json.dumps(record.to_json()))) == record
+    assert Record.from_json(json.loads(json.dumps(vars(record)))) == record
 
 
 def test_stages_do_one_thing_at_a_time():
@@ -152,7 +153,9 @@ def test_stages_do_one_thing_at_a_time():
         # A stage without micro-batches.
         Span("compute", 1_000, 2_000, thread=2),
     ]
-    record = Record(0, "a", [(0, 0, 0)], [Execution(0, 1, 0, 200_000)], stages=stages)
+    record = Record(
+        0, "a", [Offset(0, 0, 0)], [Execution(0, 1, 0, 200_000)], stages=stages
+    )
     found = trace([record])
     events = [e for e in found["traceEvents"] if e.get("cat") == "stage"]
     nested(events)
@@ -171,9 +174,9 @@ def test_stages_do_one_thing_at_a_time():
 
 def test_two_ranks_have_one_clock():
     # Rank 1 is 1 ms ahead, and 2 ms when 100 ms have passed.
-    ahead = [(0, 1_000_000, 5), (100_000_000, 2_000_000, 7)]
+    ahead = [Offset(0, 1_000_000, 5), Offset(100_000_000, 2_000_000, 7)]
     one = Record(1, "b", ahead, [Execution(0, 1, 51_500_000, 61_500_000)])
-    zero = Record(0, "a", [(0, 0, 0)], [Execution(0, 1, 49_900_000, 60_000_000)])
+    zero = Record(0, "a", [Offset(0, 0, 0)], [Execution(0, 1, 49_900_000, 60_000_000)])
     events = [e for e in trace([zero, one])["traceEvents"] if e["name"] == "step 0"]
     assert [e["ts"] for e in events] == [0.0, pytest.approx(85.0)]
 
@@ -181,7 +184,8 @@ def test_two_ranks_have_one_clock():
 def test_ranks_are_sorted_by_their_titles():
     # As Perfetto does, whatever the sort index is.
     records = [
-        Record(rank, "a", [(0, 0, 0)], [Execution(0, 1, 5, 6)]) for rank in range(11)
+        Record(rank, "a", [Offset(0, 0, 0)], [Execution(0, 1, 5, 6)])
+        for rank in range(11)
     ]
     titles = [process.title for process in processes(records)]
     assert titles[2] == "rank 02 (a)"
@@ -205,7 +209,7 @@ def test_clocks_that_differ(kind, size):
 # With strategies.
 
 RING = """
-from kerasdist.strategies.measure import communication
+from kerasdist.strategies.measure.communication import Slot
 strategy = kerasdist.RingStrategy(timeout=60, bucket_size=100_000)
 recording = recorders(strategy.communicator)
 m = build()
@@ -224,7 +228,7 @@ fit(m, [Timeline(folder + "/none.json", steps=(50, 100))])
 silent.append(not recording)
 # Nor were steps measured: these have no stages.
 timer = strategy.extended.kerasdist.timer
-silent.append(not timer._summed.read()[communication.MEASURED:].any())
+silent.append(not timer._summed.read()[Slot.MEASURED:].any())
 result(silent)
 """
 

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from browser import chromium, need, need_browser, wait_for
-from kerasdist.callbacks.trace_file import Execution, Record, Span, processes, trace
+from kerasdist.callbacks.trace_file import Execution, Record, processes, trace
+from kerasdist.strategies.measure.communication import Span
+from kerasdist.strategies.measure.stages import Offset
 from places import ROOT
 
 pytestmark = pytest.mark.timeout(150)
@@ -40,7 +42,13 @@ def records() -> list[Record]:
     ]
     return [
         Record(
-            *(rank, "a:1", [(0, 0, 9)], [Execution(0, 1, 5 * rank, 40_000)], spans),
+            *(
+                rank,
+                "a:1",
+                [Offset(0, 0, 9)],
+                [Execution(0, 1, 5 * rank, 40_000)],
+                spans,
+            ),
             stages=stages,
         )
         for rank in range(12)

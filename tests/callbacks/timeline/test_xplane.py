@@ -7,10 +7,11 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 from kerasdist.callbacks.trace_file import (
     Execution,
     Record,
-    Span,
     processes,
     xspace,
 )
+from kerasdist.strategies.measure.communication import Span
+from kerasdist.strategies.measure.stages import Offset
 
 
 def test_every_span_is_there():
@@ -20,7 +21,13 @@ def test_every_span_is_there():
         Span("send", 24_000, 29_000, 200, thread=7, step=1),
     ]
     records = [
-        Record(rank, "a:1", [(0, 50 * rank, 10)], [Execution(4, 1, 100, 40_000)], spans)
+        Record(
+            rank,
+            "a:1",
+            [Offset(0, 50 * rank, 10)],
+            [Execution(4, 1, 100, 40_000)],
+            spans,
+        )
         for rank in range(2)
     ]
     space = xplane_pb2.XSpace.FromString(xspace(records))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kerasdist import cli
-from kerasdist.callbacks.scaling.bottleneck import judge
-from kerasdist.callbacks.scaling.summaries import PHASES, Figures
+from kerasdist.callbacks.bottleneck import judge
+from kerasdist.callbacks.summaries import PHASES, Figures
 from kerasdist.cli import bench_worker as worker
 from launching import Launcher
 

@@ -112,8 +112,8 @@ CONSTANTS = (
 )
 
 PLACED = """
-from kerasdist.strategies import calibration
-calibration.SECONDS = 0.3
+from kerasdist.callbacks import job_view
+job_view.SECONDS = 0.3
 found = {}
 for parts, executions, epochs in RUNS:
     strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=parts)
@@ -171,9 +171,9 @@ model = build(strategy, rate=0.1)
 if strategy.rank == 1:
     model.set_weights([w + 1 for w in model.get_weights()])
 rates, callbacks = others("hybrid")
-from kerasdist.strategies import calibration
+from kerasdist.callbacks import job_view
 from kerasdist.strategies.measure import step_clock
-calibration.SECONDS = 0.3
+job_view.SECONDS = 0.3
 step_clock._ROWS = ()  # all steps are measured, as there are few
 board = ScalingTensorBoard(
     folder + "/hybrid", update_freq="epoch", verbose=0, calibrate=True)

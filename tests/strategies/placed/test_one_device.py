@@ -35,10 +35,10 @@ import keras
 import kerasdist
 from keras import layers
 from kerasdist.callbacks import ScalingTensorBoard
-from kerasdist.strategies import calibration
+from kerasdist.callbacks import job_view
 from kerasdist.strategies.placed import one_device
 
-calibration.SECONDS = 0.3
+job_view.SECONDS = 0.3
 folder = os.environ["FOLDER"]
 PLACES = {"on0.*": "CPU:0", "on1.*": "CPU:1"}
 x = np.random.default_rng(0).normal(size=(STEPS * ROWS, 16)).astype("float32")
@@ -115,7 +115,7 @@ strategy = kerasdist.ModelParallelStrategy(PLACES, micro_batches=PARTS)
 model = slow_model(strategy)
 found = {"placed": fit(model, "placed")[1], "traced": list(traced)}
 one_device.available_bytes = lambda: 1000
-found["room"] = calibration.measure_alone(model)
+found["room"] = job_view.measure_alone(model)
 one_device.available_bytes = lambda: 1e9
 clock = Clock()
 slow_model(kerasdist.RingStrategy()).fit(
@@ -154,7 +154,7 @@ def outcome(calibrated):
     trained = state()
     narrow.short = True
     return [history, trained], {
-        **facts, "short": calibration.measure_alone(model),
+        **facts, "short": job_view.measure_alone(model),
         "devices": sorted({device for device, _ in trained}),
         # Of what trains, not of what was measured.
         "report": "CPU:1" in report,

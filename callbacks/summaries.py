@@ -26,6 +26,8 @@ from kerasdist.strategies.measure.communication import StepTimes
 # The figures of a window of steps of all workers: pure functions of numbers.
 
 PHASES = ("input", "compute", "pack", "communicate", "wait", "update", "outside")
+# Those in which a worker doesn't communicate.
+_BUSY = ("input", "compute", "pack", "update", "outside")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,11 @@ class Figures:
     idle: Sequence[float] = ()
 
     @property
+    def alone(self) -> int:
+        """The number of workers, or of their devices, that the baseline is one of."""
+        return self.workers * self.devices
+
+    @property
     def efficiency(self) -> float | None:
         """Examples per second divided by those of as many workers alone, or None.
 
@@ -89,6 +96,12 @@ class Figures:
         if not self.baseline:
             return None
         return self.examples_per_second / (self.baseline * self.workers * self.devices)
+
+    @property
+    def mean_staleness(self) -> float | None:
+        """The mean of `staleness`, in steps; None if weights weren't read."""
+        steps = sum(lag * count for lag, count in self.staleness.items())
+        return steps / sum(self.staleness.values()) if self.staleness else None
 
     def share(self, *phases: str) -> float:
         """Return the part of a step that these phases are, 0 to 1."""
@@ -102,13 +115,8 @@ def combine(
     *,
     seconds: float | None = None,
     in_step: bool = True,
-    arrays: bool = False,
-    link: float | None = None,
-    baseline: float | None = None,
-    devices: int = 1,
     between_devices: float = 0.0,
-    staleness: Mapping[int, int] | None = None,
-    idle: Sequence[float] = (),
+    **job: Any,
 ) -> Figures | None:
     """Return the figures of all workers' measurements; None if there was no step.
 
@@ -121,13 +129,9 @@ def combine(
         seconds: The duration of all steps; by default that of the worker that took
             longest.
         in_step: Whether workers take each step together.
-        arrays: See `Figures`.
-        link: See `Figures`.
-        baseline: See `Figures`.
-        devices: See `Figures`.
         between_devices: Bytes moved between the devices of one worker in a step.
-        staleness: See `Figures`.
-        idle: See `Figures`.
+        job: Further fields of `Figures`: `arrays`, `link`, `baseline`, `devices`,
+            `staleness`, `idle`.
     """
     moved = [one for one in times if one.steps > 0 and one.seconds > 0]
     if not moved:
@@ -137,33 +141,16 @@ def combine(
     for one in moved:
         exchange = one.exchange / one.steps
         wait = min(exchange, max(exchange - least, one.late / one.steps))
-        parts[one.rank] = {
-            "input": one.input / one.steps,
-            "compute": one.compute / one.steps,
-            "pack": one.pack / one.steps,
-            "communicate": exchange - wait,
-            "wait": wait,
-            "update": one.update / one.steps,
-            "outside": one.outside / one.steps,
-        }
+        parts[one.rank] = {phase: getattr(one, phase) / one.steps for phase in _BUSY}
+        parts[one.rank].update(communicate=exchange - wait, wait=wait)
     total = sum(one.steps for one in moved)
     phases = {
         phase: sum(parts[one.rank][phase] * one.steps for one in moved) / total
         for phase in PHASES
     }
-    idle_parts = ("communicate", "wait")
-    busy = {
-        rank: sum(value for phase, value in part.items() if phase not in idle_parts)
-        for rank, part in parts.items()
-    }
-    slowest, lag, slow_part = _slowest(parts, busy)
     rows = sum(one.rows for one in moved)
     steps = max(one.steps for one in moved) if in_step else total
-    speeds = [
-        one.sent / one.communicating
-        for one in moved
-        if one.communicating > 0 and one.sent > 0
-    ]
+    speeds = [one.sent / one.communicating for one in moved if one.communicating > 0]
     return Figures(
         workers=len(times),
         steps=steps,
@@ -171,39 +158,35 @@ def combine(
         by_rank={one.rank: one.rows / one.seconds for one in moved},
         step_seconds=sum(phases.values()),
         phases=phases,
-        busy=busy,
-        slowest=slowest,
-        lag=lag,
-        slow_part=slow_part,
         global_batch=rows / steps,
         bytes_per_step=sum(one.sent for one in moved) / total or between_devices,
         bandwidth=max(speeds, default=0.0),
-        link=link,
-        baseline=baseline,
-        devices=devices,
         in_step=in_step,
-        arrays=arrays,
-        staleness=dict(staleness or {}),
-        idle=tuple(idle),
+        **_busy(parts),
+        **job,
     )
 
 
-def _slowest(
-    parts: Mapping[int, Mapping[str, float]], busy: Mapping[int, float]
-) -> tuple[int | None, float, str]:
-    """Return the slowest rank, its lag, and the phase in which it lags most."""
+def _busy(parts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Return the fields of figures on who is busy, from each rank's parts of a step."""
+    busy = {rank: sum(part[phase] for phase in _BUSY) for rank, part in parts.items()}
     if len(busy) < 2:
-        return None, 0.0, ""
+        return {"busy": busy}
     slowest = max(busy, key=lambda rank: busy[rank])
     others = [rank for rank in busy if rank != slowest]
     lag = busy[slowest] - statistics.median(busy[rank] for rank in others)
     behind = {
         phase: parts[slowest][phase]
         - statistics.median(parts[rank][phase] for rank in others)
-        for phase in PHASES
-        if phase not in ("communicate", "wait")
+        for phase in _BUSY
     }
-    return slowest, max(lag, 0.0), max(behind, key=lambda phase: behind[phase])
+    slow_part = max(behind, key=lambda phase: behind[phase])
+    return {
+        "busy": busy,
+        "slowest": slowest,
+        "lag": max(lag, 0.0),
+        "slow_part": slow_part,
+    }
 
 
 # The names of figures, and the layout of TensorBoard's page.
@@ -213,7 +196,7 @@ def _slowest(
 # which worker is slow, what is sent.
 #
 # TensorBoard gives each run a color, and all lines of a run have the same. So lines of
-# one chart are runs of their own, below the callback's (`place`):
+# one chart are runs of their own, below the callback's:
 #
 #     scaling                 single lines: of all workers, of the whole step; texts
 #     scaling/max             the maximum of the figure beside it
@@ -228,123 +211,86 @@ EVENTS = "events"
 STALENESS = "staleness/reads"
 VERDICT = "verdict"
 
-# Category, chart, and the regular expressions of the tags in it.
-CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("1. How fast", "Examples per second", (r"examples_per_second",)),
-    (
-        "1. How fast",
-        "Scaling efficiency: percent of as many single workers",
-        (r"efficiency/.*",),
-    ),
-    ("2. Where a step's time goes", "Seconds of a step", (r"step_seconds/whole",)),
-    ("2. Where a step's time goes", "Seconds of its parts", (r"step_seconds",)),
-    ("2. Where a step's time goes", "Percent of a step", (r"step_percent",)),
-    (
-        "3. Who is slow",
-        "Seconds of a step that a worker is busy",
-        (r"busy_seconds",),
-    ),
-    ("3. Who is slow", "Slowest rank", (r"straggler/rank",)),
-    ("3. Who is slow", "Its lag in seconds", (r"straggler/lag_seconds",)),
-    ("3. Who is slow", "Staleness of the weights in steps", (r"staleness/(mean|max)",)),
-    (
-        "3. Who is slow",
-        "Percent of the time that a stage is idle",
-        (r"idle_percent",),
-    ),
-    ("4. What is sent", "Bytes that a worker sends in a step", (r"bytes/per_step",)),
-    (
-        "4. What is sent",
-        "Bandwidth in bytes per second: achieved, and of the link",
-        (r"bandwidth/.*",),
-    ),
-    ("5. The job", "Learning rate", (r"job/learning_rate",)),
-    ("5. The job", "Global batch", (r"job/global_batch",)),
-    ("5. The job", "Workers", (r"job/workers",)),
-    ("5. The job", "Pauses in seconds", (r"job/pause_seconds",)),
-    ("5. The job", "Goodput: percent of the time", (r"job/goodput_percent",)),
-)
+# By category the charts, each with the regular expression of its figures' tags.
+CHARTS = {
+    "1. How fast": {
+        "Examples per second": "examples_per_second",
+        "Scaling efficiency: percent of as many single workers": "efficiency/.*",
+    },
+    "2. Where a step's time goes": {
+        "Seconds of a step": "step_seconds/whole",
+        "Seconds of its parts": "step_seconds",
+        "Percent of a step": "step_percent",
+    },
+    "3. Who is slow": {
+        "Seconds of a step that a worker is busy": "busy_seconds",
+        "Slowest rank": "straggler/rank",
+        "Its lag in seconds": "straggler/lag_seconds",
+        "Staleness of the weights in steps": "staleness/(mean|max)",
+        "Percent of the time that a stage is idle": "idle_percent",
+    },
+    "4. What is sent": {
+        "Bytes that a worker sends in a step": "bytes/per_step",
+        "Bandwidth in bytes per second: achieved, and of the link": "bandwidth/.*",
+    },
+    "5. The job": {
+        "Learning rate": "job/learning_rate",
+        "Global batch": "job/global_batch",
+        "Workers": "job/workers",
+        "Pauses in seconds": "job/pause_seconds",
+        "Goodput: percent of the time": "job/goodput_percent",
+    },
+}
+# By run, "" for the callback's own, the values by tag.
+Scalars = dict[str, dict[str, float]]
 
 
 def layout() -> layout_pb2.Layout:
     """Return the layout of the tab "Custom Scalars"."""
-    titles = dict.fromkeys(category for category, _, _ in CHARTS)
-    return layout_pb2.Layout(
-        category=[
-            layout_pb2.Category(
-                title=title,
-                chart=[
-                    layout_pb2.Chart(
-                        title=chart,
-                        # The whole tag: the folder may have other files.
-                        multiline=layout_pb2.MultilineChartContent(
-                            tag=[f"^{tag}$" for tag in tags]
-                        ),
-                    )
-                    for category, chart, tags in CHARTS
-                    if category == title
-                ],
-            )
-            for title in titles
-        ]
-    )
-
-
-def scalars(figures: Figures, learning_rate: float | None = None) -> dict[str, float]:
-    """Return the scalars of figures, by name."""
-    found = {"examples_per_second/all": figures.examples_per_second}
-    for rank, speed in figures.by_rank.items():
-        found[f"examples_per_second/rank_{rank}"] = speed
-    if figures.efficiency is not None:
-        found["efficiency/percent"] = 100 * figures.efficiency
-    found["step_seconds/whole"] = figures.step_seconds
-    for phase, seconds in figures.phases.items():
-        found[f"step_seconds/{phase}"] = seconds
-        found[f"step_percent/{phase}"] = 100 * figures.share(phase)
-    for rank, seconds in figures.busy.items():
-        found[f"busy_seconds/rank_{rank}"] = seconds
-    if figures.slowest is not None:
-        found["straggler/rank"] = figures.slowest
-        found["straggler/lag_seconds"] = figures.lag
-    if figures.staleness:
-        reads = sum(figures.staleness.values())
-        steps = sum(lag * count for lag, count in figures.staleness.items())
-        found["staleness/mean"] = steps / reads
-        found["staleness/max"] = max(figures.staleness)
-    for stage, idle in enumerate(figures.idle):
-        found[f"idle_percent/stage_{stage}"] = 100 * idle
-    if figures.workers > 1 or figures.bytes_per_step:
-        found["bytes/per_step"] = figures.bytes_per_step
-    if figures.workers > 1:
-        found["bandwidth/achieved"] = figures.bandwidth
-        if figures.link is not None:
-            found["bandwidth/link"] = figures.link
-    if learning_rate is not None:
-        found["job/learning_rate"] = learning_rate
-    found["job/global_batch"] = figures.global_batch
-    found["job/workers"] = figures.workers
+    found = layout_pb2.Layout()
+    for category, charts in CHARTS.items():
+        added = found.category.add(title=category)
+        for title, tag in charts.items():
+            # The whole tag: the folder may have other files.
+            added.chart.add(title=title).multiline.tag.append(f"^{tag}$")
     return found
 
 
-def place(name: str) -> tuple[str, str]:
-    """Return the run and the tag of a figure that shares a chart with others.
+def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
+    """Return the scalars of figures."""
 
-    Args:
-        name: As in `scalars`, `figure/line`.
+    def each(kind: str, values: Mapping[Any, float]) -> dict[str, float]:
+        return {f"{kind}_{name}": value for name, value in values.items()}
 
-    Returns:
-        The run below the callback's, "" for the callback's own; and the tag.
-    """
-    figure, _, line = name.partition("/")
-    if line == "all":
-        return "", figure
-    if line.startswith(("rank_", "stage_")):
-        return line, figure
-    if figure in ("step_seconds", "step_percent") and line != "whole":
-        return f"part_{line}", figure
-    if name in ("staleness/max", "bandwidth/link"):
-        return "max", name
-    return "", name
+    f, several = figures, figures.workers > 1
+    # By tag the value in each run; None isn't written.
+    lines: dict[str, Mapping[str, float | None]] = {
+        "examples_per_second": {"": f.examples_per_second, **each("rank", f.by_rank)},
+        "efficiency/percent": {"": f.efficiency and 100 * f.efficiency},
+        "step_seconds/whole": {"": f.step_seconds},
+        "step_seconds": each("part", f.phases),
+        "step_percent": each("part", {name: 100 * f.share(name) for name in f.phases}),
+        "busy_seconds": each("rank", f.busy),
+        "straggler/rank": {"": f.slowest},
+        "straggler/lag_seconds": {"": None if f.slowest is None else f.lag},
+        "staleness/mean": {"": f.mean_staleness},
+        "staleness/max": {"max": max(f.staleness, default=None)},
+        "idle_percent": {f"stage_{n}": 100 * idle for n, idle in enumerate(f.idle)},
+        "bytes/per_step": {
+            "": f.bytes_per_step if several else f.bytes_per_step or None
+        },
+        "bandwidth/achieved": {"": f.bandwidth if several else None},
+        "bandwidth/link": {"max": f.link if several else None},
+        "job/learning_rate": {"": learning_rate},
+        "job/global_batch": {"": f.global_batch},
+        "job/workers": {"": f.workers},
+    }
+    found: Scalars = {}
+    for tag, values in lines.items():
+        for run, value in values.items():
+            if value is not None:
+                found.setdefault(run, {})[tag] = value
+    return found
 
 
 # A histogram has a bucket per staleness, up to this many.
@@ -363,12 +309,11 @@ class Summaries:
         self._folder = folder
         self._writers: dict[str, Any] = {}
         self._write("", custom_scalar.pb(layout()), 0)
-        self.flush()
 
     def write(
         self,
         step: int,
-        scalars: Mapping[str, float],
+        scalars: Scalars,
         texts: Mapping[str, str] | None = None,
         histograms: Mapping[str, Mapping[int, int]] | None = None,
     ) -> None:
@@ -376,29 +321,21 @@ class Summaries:
 
         Args:
             step: Its number.
-            scalars: Numbers by name, see `charts.place`.
+            scalars: Numbers.
             texts: Markdown by tag.
             histograms: By tag the count of each number.
         """
-        runs: dict[str, list[Any]] = {}
-        for name, value in scalars.items():
-            run, tag = place(name)
-            runs.setdefault(run, []).append(scalar_pb(tag, value))
-        more = [text_pb(tag, text) for tag, text in (texts or {}).items()]
+        runs = {
+            run: [scalar_pb(tag, value) for tag, value in values.items()]
+            for run, values in {"": {}, **scalars}.items()
+        }
+        runs[""] += [text_pb(tag, text) for tag, text in (texts or {}).items()]
         for tag, counts in (histograms or {}).items():
-            more.append(histogram_pb(tag, _values(counts), _MOST_BUCKETS))
-        if more:
-            runs.setdefault("", []).extend(more)
+            runs[""].append(histogram_pb(tag, _values(counts), _MOST_BUCKETS))
         for run, parts in runs.items():
-            whole = summary_pb2.Summary()
-            for part in parts:
-                whole.MergeFrom(part)
-            self._write(run, whole, step)
-
-    def flush(self) -> None:
-        """Write everything to disk."""
-        for writer in self._writers.values():
-            writer.flush()
+            if parts:
+                values = [value for part in parts for value in part.value]
+                self._write(run, summary_pb2.Summary(value=values), step)
 
     def close(self) -> None:
         """Close the files."""
@@ -416,6 +353,7 @@ class Summaries:
                 tf.summary.experimental.write_raw_pb(
                     summary.SerializeToString(), step=step
                 )
+            writer.flush()
 
 
 def _values(counts: Mapping[int, int]) -> Any:

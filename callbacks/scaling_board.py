@@ -19,32 +19,42 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist._keras.data.epoch_iterators import fits_arrays
 from kerasdist._keras.training.state import JobCallback
-from kerasdist.callbacks.scaling import bottleneck, summaries
-from kerasdist.callbacks.scaling.bottleneck import Verdict, judge
-from kerasdist.callbacks.scaling.job_view import (
-    Baseline,
-    ElasticView,
-    Events,
-    JobView,
-    Windows,
-)
-from kerasdist.callbacks.scaling.summaries import Figures, Summaries, combine
+from kerasdist.callbacks import bottleneck, summaries
+from kerasdist.callbacks.bottleneck import Verdict, judge
+from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows
+from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport import log
 
+_PATHS = (str, bytes, os.PathLike)
 # After this many calls one worker's speed is measured: the first call traces.
 _CALIBRATE = 2
 # After this many calls their duration is read, where no window ends soon.
 _LOOK = 9
+
+
+class _Row(NamedTuple):
+    """A worker's row of what all exchange at the end of a window.
+
+    Attributes:
+        times: Its `StepTimes`, by name.
+        window: Its `Windows.state`.
+        reads: Pairs of staleness and number of reads.
+    """
+
+    times: dict[str, Any]
+    window: list[float]
+    reads: list[tuple[int, int]]
 
 
 class ScalingTensorBoard(JobCallback):
@@ -79,7 +89,7 @@ class ScalingTensorBoard(JobCallback):
     Attributes:
         figures: The `summaries.Figures` of the whole `fit`, when it has
             ended; None before that, and on all workers but the chief.
-        verdict: The job's limit (`callbacks.scaling.bottleneck.Verdict`); likewise.
+        verdict: The job's limit (`callbacks.bottleneck.Verdict`); likewise.
 
     Raises:
         ValueError: An argument is wrong; or, when `fit` begins, on all workers:
@@ -96,26 +106,21 @@ class ScalingTensorBoard(JobCallback):
         verbose: int = 1,
     ) -> None:
         super().__init__()
-        faults = []
-        try:
-            self.log_dir = os.fsdecode(log_dir)
-        except TypeError:
-            faults.append(
-                "`log_dir` must be the path of a folder. "
-                f"Received: log_dir={log_dir!r}."
+        is_freq = isinstance(update_freq, int) and not isinstance(update_freq, bool)
+        checks = {
+            "`log_dir` must be the path of a folder. "
+            f"Received: log_dir={log_dir!r}.": isinstance(log_dir, _PATHS),
+            **Baseline.checks(baseline, calibrate),
+            "`update_freq` must be 'auto', 'epoch' or a positive number of batches. "
+            f"Received: update_freq={update_freq!r}.": (
+                update_freq in ("auto", "epoch") or (is_freq and int(update_freq) > 0)
+            ),
+        }
+        if not all(checks.values()):
+            raise ValueError(
+                " ".join(text for text, fine in checks.items() if not fine)
             )
-        faults += Baseline.faults(baseline, calibrate)
-        if update_freq not in ("auto", "epoch") and not (
-            isinstance(update_freq, int)
-            and not isinstance(update_freq, bool)
-            and update_freq > 0
-        ):
-            faults.append(
-                "`update_freq` must be 'auto', 'epoch' or a positive number of "
-                f"batches. Received: update_freq={update_freq!r}."
-            )
-        if faults:
-            raise ValueError(" ".join(faults))
+        self.log_dir = os.fsdecode(log_dir)
         self.figures: Figures | None
         self.verdict: Verdict | None
         self._speed = (None if baseline is None else float(baseline), calibrate)
@@ -148,7 +153,7 @@ class ScalingTensorBoard(JobCallback):
         """Discard the sums of the steps so far."""
         self._sums: dict[int, StepTimes] = {}
         self._seconds = 0.0
-        self._staleness: dict[int, int] = {}
+        self._staleness: Counter[int] = Counter()
         self._stages: StageTimes | None = None
 
     # Called by Keras.
@@ -156,7 +161,9 @@ class ScalingTensorBoard(JobCallback):
     def set_model(self, model: Any) -> None:
         """See `keras.callbacks.Callback.set_model`."""
         super().set_model(model)
-        if not JobView.is_measured(model):
+        self._job = JobView(model)
+        self._active = self._job.clock is not None
+        if not self._active:
             kind = type(model.distribute_strategy).__name__
             # A script that is tried without a strategy needs no `if`.
             warnings.warn(
@@ -166,15 +173,13 @@ class ScalingTensorBoard(JobCallback):
                 "which works for one worker, too.",
                 stacklevel=2,
             )
-            self._active, self._due = False, math.inf
+            self._due = math.inf
             return
-        self._active, self._job = True, JobView(model)
         # A `fit` that was interrupted from outside leaves it running.
         self._job.clock.stop()
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_begin`."""
-        del logs
         if not self._active:
             return
         self._forget(self._job.steps_per_call)
@@ -191,15 +196,14 @@ class ScalingTensorBoard(JobCallback):
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
         self._arrays = fits_arrays()
-        self._changes = ElasticView.of(self.model, self._job.clock)
+        hooks = self._job.hooks
+        if hooks is not None and hooks.elastic is not None:
+            self._changes = ElasticView(hooks.elastic, self._job.clock)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_begin`."""
-        del epoch, logs
-        if not self._active:
-            return
-        if self._joined is not None:
-            return  # the others are in the midst of it
+        if not self._active or self._joined is not None:
+            return  # of one that has joined the others are in the midst of it
         if self._job.in_step:
             # The chief may have written a file: no step may include the wait for that.
             self._job.communicator.barrier()
@@ -222,9 +226,7 @@ class ScalingTensorBoard(JobCallback):
 
     def _before_call(self) -> None:
         """Run the work that is due before this call, and schedule the next."""
-        self._watch_changes()
-        if self._changes is not None and self._changes.has_changed:
-            self._begin_again(self._changes)
+        self._follow_changes()
         if self._epoch_began is not None:
             # The iterator was made, which may have read its first batches.
             made = time.monotonic() - self._epoch_began
@@ -248,22 +250,26 @@ class ScalingTensorBoard(JobCallback):
         self._windows.calls += self._calls - self._counted
         self._counted = self._calls
 
-    def _begin_again(self, changes: ElasticView) -> None:
-        """Begin to measure the present workers, after a change.
+    def _follow_changes(self) -> bool:
+        """Begin to measure the present workers, if they have changed.
 
-        All of them call it at the same step, and a new one begins there, too.
+        All of them do so at the same step, and a new one begins there, too.
         """
+        if self._joined is not None:
+            # The change by which this worker has joined.
+            self._changes, self._joined = self._joined, None
+        changes = self._changes
+        if changes is None or not changes.has_changed:
+            return False
         self._job.clock.take()
         self._windows = Windows(self._update_freq, self._job.steps_per_call)
         self._calls = self._counted = 0
         self._forget_sums()
         new = changes.take()
-        if not self._job.is_chief:
-            return
         steps = self._job.steps_taken()
-        for change in new:
+        for change in new if self._job.is_chief else ():
             self._steps = max(steps - 1, 0)
-            self._put({"job/workers": change.before})
+            self._put({"": {"job/workers": change.before}})
             self._steps = steps
             self._events.add(change.text)
             numbers = {
@@ -271,32 +277,28 @@ class ScalingTensorBoard(JobCallback):
                 "job/pause_seconds": change.seconds,
                 "job/goodput_percent": changes.goodput_percent(),
             }
-            self._put(numbers)
+            self._put({"": numbers})
+        return True
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_end`."""
-        del epoch, logs
         if not self._active:
             return
-        self._watch_changes()
         if not self._job.in_step:
             self._baseline.agree(self._job.communicator)
             if self._baseline.missing:
                 self._events.add(self._baseline.measure(self.model))
-        if self._changes is not None and self._changes.has_changed:
-            self._begin_again(self._changes)
-        elif not self._job.in_step or self._update_freq == "epoch":
+        if self._follow_changes():
+            return
+        if not self._job.in_step or self._update_freq == "epoch":
             self._count_calls()
             self._end_window()
 
     def on_train_end(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_end`."""
-        del logs
         if not self._active:
             return
-        self._watch_changes()
-        if self._changes is not None and self._changes.has_changed:
-            self._begin_again(self._changes)
+        self._follow_changes()
         self._count_calls()
         if self._job.in_step and self._windows.calls:
             self._end_window()
@@ -329,7 +331,7 @@ class ScalingTensorBoard(JobCallback):
         """See `JobCallback._adopt_state`.
 
         The others begin to measure again after the step in which this worker has
-        joined, see `_begin_again`, and so does it.
+        joined, see `_follow_changes`, and so does it.
         """
         if not self._active:
             return
@@ -340,23 +342,19 @@ class ScalingTensorBoard(JobCallback):
         self._joined, self._changes = self._changes, None
         self._calls, self._due = 0, 1.0
 
-    def _watch_changes(self) -> None:
-        """Notice changes of the workers, also the one by which this worker joined."""
-        if self._joined is not None:
-            self._changes, self._joined = self._joined, None
+    def _make_file(self) -> str:
+        """Make the file, if there is none; return what is wrong."""
+        try:
+            folder = os.path.join(self.log_dir, "scaling")
+            self._summaries = self._summaries or Summaries(folder)
+        except (OSError, tf.errors.OpError) as error:
+            return getattr(error, "message", None) or str(error)
+        return ""
 
     def _open(self) -> None:
         """Make the file, on the chief; all workers call it, and fail if that does."""
-        fault = " "
-        if self._job.is_chief and self._summaries is None:
-            try:
-                self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
-            except (OSError, tf.errors.OpError) as error:
-                fault += getattr(error, "message", None) or str(error)
-        texts = self._job.communicator.all_gather(
-            np.frombuffer(fault.encode(), np.uint8)
-        )
-        faults = "".join(one.tobytes().decode() for one in texts).strip()
+        fault = self._make_file() if self._job.is_chief else ""
+        faults = "".join(gather(self._job.communicator, fault))
         if faults:
             raise ValueError(
                 "`log_dir` must be a folder that the chief can write to. Received: "
@@ -365,18 +363,18 @@ class ScalingTensorBoard(JobCallback):
 
     def _has_file(self) -> bool:
         """Return whether there's a file to write to; a new chief makes one."""
-        if self._summaries is None and self._changes and self._changes.writable:
-            try:
-                self._summaries = Summaries(os.path.join(self.log_dir, "scaling"))
-            except (OSError, tf.errors.OpError) as error:
+        changes = self._changes
+        if self._summaries is None and changes and changes.writable:
+            fault = self._make_file()
+            changes.writable = not fault
+            if fault:
                 # Training must not end because of it.
                 warnings.warn(
                     "The new chief can't write the figures of ScalingTensorBoard. "
-                    f"Received: log_dir={self.log_dir!r}: {error}. Use a folder that "
+                    f"Received: log_dir={self.log_dir!r}: {fault}. Use a folder that "
                     "all workers share.",
                     stacklevel=2,
                 )
-                self._changes.writable = False
         return self._summaries is not None
 
     def _choose_sample(self) -> None:
@@ -394,26 +392,20 @@ class ScalingTensorBoard(JobCallback):
         """End the window; all workers call it at the same step."""
         begin = time.monotonic()
         self._choose_sample()
-        mine = self._job.clock.take()
-        state = self._windows.state()
-        every, others = gather(
-            self._job.communicator, mine, np.array([*state, *self._job.take_reads()])
-        )
-        self._windows.begin(every[0], [float(one) for one in others[0][: len(state)]])
+        times, lags = vars(self._job.clock.take()), self._job.take_reads()
+        mine = _Row(times, self._windows.state(), [*lags.items()])
+        rows = [_Row(*each) for each in gather(self._job.communicator, mine)]
+        every = [StepTimes(**row.times) for row in rows]
+        self._windows.begin(every[0], rows[0].window)
         if not self._job.is_chief:
             return
-        reads: dict[int, int] = {}
-        for more in others:
-            for lag, count in enumerate(more[len(state) :]):
-                if count:
-                    reads[lag] = reads.get(lag, 0) + int(count)
-        self._events.note_workers(
-            self._job.happened(), tuple(one.rank for one in every)
-        )
+        ranks = tuple(one.rank for one in every)
+        self._events.note_workers(self._job.happened(), ranks)
+        reads = sum((Counter(dict(row.reads)) for row in rows), Counter[int]())
         self._write(every, reads)
         self._windows.cost(time.monotonic() - begin)
 
-    def _write(self, every: list[StepTimes], reads: Mapping[int, int]) -> None:
+    def _write(self, every: list[StepTimes], reads: Counter[int]) -> None:
         stages = self._job.take_stages()
         if stages is not None:
             self._stages = stages if self._stages is None else self._stages.plus(stages)
@@ -425,30 +417,23 @@ class ScalingTensorBoard(JobCallback):
             self._sums[one.rank] = one if before is None else before.plus(one)
         # A worker without a batch in an epoch measures no time, although it passes.
         self._seconds += max(one.seconds for one in every)
-        for lag, count in reads.items():
-            self._staleness[lag] = self._staleness.get(lag, 0) + count
+        self._staleness.update(reads)
         self._steps = self._job.steps_taken()
-        numbers = (
-            {} if figures is None else summaries.scalars(figures, self._job.rate())
-        )
+        numbers: Scalars = {"": {}}
+        if figures is not None:
+            numbers = summaries.scalars(figures, self._job.rate())
         if self._changes is not None:
-            numbers["job/goodput_percent"] = self._changes.goodput_percent()
-        self._put(numbers, {summaries.STALENESS: reads} if reads else {})
+            numbers[""]["job/goodput_percent"] = self._changes.goodput_percent()
+        self._put(numbers, reads)
 
-    def _put(
-        self,
-        numbers: Mapping[str, float],
-        histograms: Mapping[str, Mapping[int, int]] | None = None,
-        texts: Mapping[str, str] | None = None,
-    ) -> None:
+    def _put(self, numbers: Scalars, reads: Any = None, verdict: str = "") -> None:
         if not self._has_file():
             return
-        words = dict(texts or {})
-        if events := self._events.take():
-            words[summaries.EVENTS] = events
-        if self._summaries is not None and (numbers or histograms or words):
-            self._summaries.write(self._steps, numbers, words, histograms)
-            self._summaries.flush()
+        words = {summaries.VERDICT: verdict, summaries.EVENTS: self._events.take()}
+        texts = {tag: text for tag, text in words.items() if text}
+        histograms = {summaries.STALENESS: reads} if reads else {}
+        if self._summaries is not None:
+            self._summaries.write(self._steps, numbers, texts, histograms)
 
     def _figures(
         self,
@@ -469,7 +454,7 @@ class ScalingTensorBoard(JobCallback):
             baseline=self._baseline.speed(times),
             devices=self._job.devices,
             between_devices=self._job.between_devices(),
-            staleness=reads,
+            staleness=dict(reads),
             idle=idle,
         )
 
@@ -481,16 +466,13 @@ class ScalingTensorBoard(JobCallback):
         self.figures = self._figures(
             times, self._staleness, self._stages, self._seconds
         )
-        words = {}
+        text = ""
         if self.figures is not None:
             self.verdict = judge(self.figures)
-            words[summaries.VERDICT] = bottleneck.to_markdown(
-                self.figures, self.verdict
-            )
+            text = bottleneck.to_markdown(self.figures, self.verdict)
             if self._verbose:
-                text = bottleneck.to_text(self.figures, self.verdict)
-                log.info("%s", text)
-        self._put({}, texts=words)
+                log.info("%s", bottleneck.to_text(self.figures, self.verdict))
+        self._put({}, verdict=text)
         self._changes = None
         if self._summaries is not None:
             self._summaries.close()

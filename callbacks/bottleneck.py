@@ -1,0 +1,415 @@
+"""The bottleneck of a job, in words: a pure function of its figures.
+
+A part of each step is lost to each of these; the largest part is the limit, if it's
+large enough to be worth a change:
+
+    straggler   all others wait for one worker
+    input       the next batch isn't there
+    network     the bytes take as long as the link needs for them
+    batch       a step is too short: costs that don't depend on the batch size (round
+                trips, calls) are a large part of it
+    stages      devices of one model wait for each other
+    compute     none of these: the devices are busy, as they should be
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kerasdist.callbacks.summaries import Figures
+from kerasdist.placement.plan import human_bytes
+
+# The report of a whole `fit`: its figures and verdict, as markdown and as text.
+
+# More ranks aren't listed one by one.
+_MOST_RANKS = 8
+
+
+def to_markdown(figures: Figures, verdict: Verdict) -> str:
+    """Return the report as TensorBoard's text tab shows it."""
+    rows = [f"| {name} | {value} |" for name, value in _table(figures)]
+    table = "\n".join(["| figure | value |", "| --- | --- |", *rows])
+    parts = "\n".join(
+        f"| {phase} | {in_seconds(seconds)} | {figures.share(phase):.1%} |"
+        for phase, seconds in _parts(figures)
+    )
+    split = f"| part of a step | seconds | share |\n| --- | --- | --- |\n{parts}"
+    return f"{verdict.to_markdown()}\n\n{table}\n\n{split}\n"
+
+
+def to_text(figures: Figures, verdict: Verdict) -> str:
+    """Return the report as it is printed at the end of `fit`."""
+    lines = ["kerasdist: how this job scales"]
+    table = _table(figures)
+    width = max(len(name) for name, _ in table)
+    lines += [f"  {name:<{width}}  {value}" for name, value in table]
+    lines.append("  a step:")
+    for phase, seconds in _parts(figures):
+        share = figures.share(phase)
+        bar = "#" * round(40 * share)
+        line = f"    {phase:<12}{in_seconds(seconds):>9} {share:>6.1%} {bar}"
+        lines.append(line.rstrip())
+    lines.append(verdict.to_text())
+    return "\n".join(lines)
+
+
+def _parts(figures: Figures) -> list[tuple[str, float]]:
+    """Return the parts of a step; for one worker without those of communication."""
+    between = ("pack", "communicate", "wait")
+    alone = figures.workers == 1 and figures.share(*between) < 0.005
+    return [
+        (phase, seconds)
+        for phase, seconds in figures.phases.items()
+        if not (alone and phase in between)
+    ]
+
+
+def _by_rank(figures: Figures) -> str:
+    """Return the speed of each worker; of many, that of the slowest and fastest."""
+    speeds = figures.by_rank
+    if len(speeds) < 2:
+        return ""
+    ranks = sorted(speeds)
+    if len(ranks) <= _MOST_RANKS:
+        return f" ({', '.join(f'rank {rank} {speeds[rank]:,.0f}' for rank in ranks)})"
+    low = min(ranks, key=lambda rank: speeds[rank])
+    high = max(ranks, key=lambda rank: speeds[rank])
+    return f" (rank {low} {speeds[low]:,.0f} to rank {high} {speeds[high]:,.0f})"
+
+
+def _table(figures: Figures) -> list[tuple[str, str]]:
+    """Return the figures that are known: their names, and values in words."""
+    f = figures
+    size = human_bytes(f.bytes_per_step)
+    sent = moved = ""
+    if f.workers > 1:
+        link = "" if f.link is None else f" of {human_bytes(f.link)}/s"
+        sent = f"{size} per step, at {human_bytes(f.bandwidth)}/s{link}"
+    elif f.bytes_per_step:
+        moved = f"{size} per step"
+    known = {
+        "workers": str(f.workers),
+        "global batch": f"{f.global_batch:,.0f}",
+        "examples/s": f"{f.examples_per_second:,.0f}{_by_rank(f)}",
+        "scaling efficiency": f.efficiency is not None
+        and f"{f.efficiency:.0%} of {f.alone} x {f.baseline:,.0f} examples/s",
+        "step": in_seconds(f.step_seconds),
+        "slowest worker": f.slowest is not None
+        and f"rank {f.slowest}, {in_seconds(f.lag)} per step behind",
+        "sent by a worker": sent,
+        "moved between devices": moved,
+        "staleness": f.mean_staleness is not None
+        and f"mean {f.mean_staleness:.1f} steps, at most {max(f.staleness)}",
+        "stages idle": ", ".join(f"{share:.0%}" for share in f.idle),
+    }
+    return [(name, value) for name, value in known.items() if value]
+
+
+# A limit that costs a smaller part of the step isn't worth a change.
+LEAST = 0.15
+# The time that a call may take before its first step begins.
+_CALL_SECONDS = 0.001
+# From this part of the link's speed on the link is the limit, not latencies.
+_NEAR_LINK = 0.4
+_SCALES = 0.9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The limit of a job, with reasons and remedies.
+
+    Attributes:
+        limit: "input", "compute", "network", "straggler", "batch" or "stages".
+        headline: One sentence.
+        because: The figures that show it, a sentence each.
+        change: The changes to make, the most important one first.
+    """
+
+    limit: str
+    headline: str
+    because: Sequence[str]
+    change: Sequence[str]
+
+    def to_markdown(self) -> str:
+        """Return it as TensorBoard's text tab shows it."""
+        lines = [f"### {self.headline}", "", "**The figures that show it**", ""]
+        lines += [f"- {reason}" for reason in self.because]
+        lines += ["", "**What to change first**", ""]
+        lines += [f"{n}. {change}" for n, change in enumerate(self.change, 1)]
+        return "\n".join(lines)
+
+    def to_text(self) -> str:
+        """Return it as a terminal shows it."""
+        lines = [self.headline, *(f"  - {reason}" for reason in self.because)]
+        lines += [f"  {n}. {change}" for n, change in enumerate(self.change, 1)]
+        return "\n".join(lines).replace("`", "")
+
+
+def judge(figures: Figures) -> Verdict:
+    """Return the limit of the job that has these figures."""
+    lost = _lost(figures)
+    limit = max(lost, key=lambda name: lost[name])
+    if lost[limit] < LEAST:
+        limit = "compute"
+    because, change = _say(limit, figures)
+    others = [
+        f"{_NAMES[name]} ({lost[name]:.0%} of a step)"
+        for name in sorted(lost, key=lambda name: -lost[name])
+        if name != limit and lost[name] >= LEAST
+    ]
+    if others:
+        because.append(f"The next largest: {' and '.join(others)}.")
+    headline = f"This job is limited by {_NAMES[limit]}"
+    if limit == "straggler":
+        headline += f": rank {figures.slowest}"
+    elif limit in lost:
+        headline += f": {lost[limit]:.0%} of each step is lost to it"
+    return Verdict(limit=limit, headline=f"{headline}.", because=because, change=change)
+
+
+def _lost(figures: Figures) -> dict[str, float]:
+    """Return the part of a step that is lost to each limit, 0 to 1."""
+    step = figures.step_seconds or 1.0
+    # The others wait for as long as one worker lags.
+    straggler = figures.lag / step if figures.workers > 1 else 0.0
+    if not figures.in_step:
+        # Workers only wait because of `max_staleness`.
+        straggler = min(straggler, figures.share("wait"))
+    lagging = figures.slow_part if straggler >= LEAST else ""
+    traffic = figures.share("pack", "communicate")
+    # A call takes some time before its first step begins, whatever the data. In the
+    # figures that is a part of waiting for the first batch.
+    calling = min(figures.phases["input"], _CALL_SECONDS) / step
+    small = figures.share("outside") + calling
+    speed, link = figures.bandwidth, figures.link
+    if speed and (link is None or speed >= _NEAR_LINK * link):
+        network = traffic
+    else:
+        network, small = 0.0, small + traffic
+    waiting = figures.share("input") - calling
+    if straggler < LEAST and figures.in_step:
+        # All wait for each other in turn: for the one whose data are late just then, or
+        # because steps are short.
+        if waiting > small:
+            waiting += figures.share("wait")
+        else:
+            small += figures.share("wait")
+    if lagging == "input":
+        waiting -= figures.lag / figures.workers / step
+    return {
+        "straggler": straggler,
+        "input": max(waiting, 0.0),
+        "network": network,
+        "batch": small,
+        "stages": sum(_waits(figures)),
+    }
+
+
+def _waits(figures: Figures) -> tuple[float, float]:
+    """Return the mean parts of a step in which stages wait for each other, 0 to 1.
+
+    The first part is due to the stage that takes longest; the second to the pipeline:
+    the wait that remains if all stages take as long as that one.
+    """
+    if len(figures.idle) < 2:
+        return 0.0, 0.0
+    busy = [1 - share for share in figures.idle]
+    mean = sum(busy) / len(busy)
+    computing = figures.share("compute", "update")
+    return max(busy) - mean, max(computing - max(busy), 0.0)
+
+
+# The limits in words.
+
+_NAMES = {
+    "input": "input",
+    "compute": "compute",
+    "network": "the network",
+    "straggler": "a straggler",
+    "batch": "too small a batch",
+    "stages": "stages that wait for each other",
+}
+# Of each limit the sentences that show it, "-", and the changes to make, "+", the most
+# important one first. Those with a condition in brackets are for the jobs that `_is`
+# says. The names in braces are those of `_words`.
+_SENTENCES = {
+    "straggler": """
+- Rank {rank} works {busiest} of each step, the fastest worker {fastest}. It lags {lag}
+  behind the others, mostly while {slow_while}.
+- A worker waits {wait} in a step for others, {wait_share:.0%} of it.
++ [slow to read] Look at how rank {rank} reads its data: its disk, its network, the
+  number of its cores{own_data}
++ [slow between steps] Look for work that only rank {rank} does after each batch: a
+  callback that writes, prints or evaluates. Let it do so once in an epoch, or in a
+  thread of its own.
++ [slow to compute] Look at rank {rank}'s machine: other processes there, its cores
+  (`kerasdist run` binds workers to cores of their own), heat, memory.
++ [slow in a common step] If that can't be corrected, leave that machine out, or use
+  `ParameterServerStrategy("async")`, where no worker waits for it.
++ [slow in its own step] A larger `max_staleness` lets the others run further ahead.
+""",
+    "input": """
+- A worker waits {input} in each step for its next batch, and computes {compute}.
++ [given arrays] Use a larger `batch_size`: the rows of each batch are taken out of the
+  arrays, which costs nearly the same for a few rows as for more.
++ [given arrays] Give `fit` arrays that are in memory, and of the dtype that the model
+  computes with: `numpy.memmap` and HDF5 are read from disk in each step.
++ [given datasets] Read ahead and in parallel: `dataset.map(f,
+  num_parallel_calls=tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` for data
+  that fit into memory; more `workers` of a `PyDataset`.
++ [given datasets] Let each worker read its own files only:
+  `options.experimental_distribute.auto_shard_policy =
+  tf.data.experimental.AutoShardPolicy.FILE`.
+""",
+    "network": """
+- {bytes} per step and worker take {traffic} that no computation hides.
+- [link unknown] They are sent at {bandwidth}/s, and the speed of the idle link wasn't
+  measured.
+- [link known] They are sent at {bandwidth}/s, of {link}/s that were measured on the
+  idle link.
++ Send less often: a larger `batch_size`, or `gradient_accumulation_steps` of the
+  optimizer, which exchanges once in as many steps.
++ [in step] Send less: `compression="bf16"` halves the bytes of float32 gradients.
++ [apart] More parameter servers (`--ps`) share the traffic; for large embeddings use
+  `SGD` or `Adagrad`, with which only updated rows are sent.
+""",
+    "batch": """
+- A step takes {step}, of which a worker computes {compute} on {samples:.0f} samples;
+  {fixed} are costs of a step that don't depend on the batch size.
+- [sent over a known link] It isn't the link: {bandwidth}/s of {link}/s are used while
+  workers communicate.
++ Use a larger `batch_size` (`kerasdist.callbacks.ScaleLearningRate` adapts the learning
+  rate).
++ [much Python] Take several steps at once, `model.compile(steps_per_execution=10)`, and
+  do less in your callbacks after each batch: {outside} of a step is spent in Python.
++ [several workers] Use fewer workers for a model this small.
+""",
+    "stages": """
+- Stages are busy in a part of each step: {stages}.
+- {unequal:.0%} of a step is lost because stage {slowest_stage} takes longest,
+  {bubble:.0%} because a pipeline has to fill and to drain.
++ Move layers from stage {slowest_stage}, the slowest, to others, first to stage
+  {fastest_stage}: `kerasdist.plan`, or `placement='auto'`, cuts a model into stages
+  that take equally long.
++ More micro-batches: twice as many nearly halve the pipeline's cost (with
+  `micro_batches={parts}` it's {refilled:.0%} of a step, if stages take equally long);
+  and a larger `batch_size`, if they get too small.
+""",
+    "compute": """
+- {computing:.0%} of each step is computing and updating.
+- [slower than alone] Each worker computes slower than one alone: workers share cores or
+  memory, or each one's part of a batch is small.
++ [slower than alone] Give each worker cores of its own (`kerasdist run` does so), at
+  most as many workers as there are cores to spare, or a larger `batch_size`.
++ More workers make it faster; so do faster devices, `mixed_precision`, or a smaller
+  model.
+""",
+}
+# Further ones that show each limit.
+_EFFICIENCY = """
+- [efficiency unknown] The scaling efficiency isn't known without the speed of one
+  {one}: give `baseline=` examples per second, or `calibrate=True`.
+- [efficiency known] {speed:,.0f} examples/s are {efficiency:.0%} of {times}the speed of
+  one {one} ({baseline:,.0f}).
+"""
+_SENTENCE = re.compile(r"^([-+]) (?:\[([^]]+)\] )?(.+(?:\n  .+)*)", re.MULTILINE)
+_HIDES = (
+    "; `prefetch` and `map(..., num_parallel_calls=tf.data.AUTOTUNE)` hide some of it."
+)
+_WHILE = {
+    "input": "waiting for its data",
+    "compute": "computing",
+    "pack": "packing its gradients",
+    "update": "updating its weights",
+    "outside": "between its steps (callbacks, Python)",
+}
+
+
+def _say(limit: str, figures: Figures) -> tuple[list[str], list[str]]:
+    """Return the sentences that show a limit, and those on what to change."""
+    said: dict[str, list[str]] = {"-": [], "+": []}
+    words, fits = _words(figures), _is(figures)
+    for kind, condition, text in _SENTENCE.findall(_SENTENCES[limit] + _EFFICIENCY):
+        if not condition or fits[condition]:
+            said[kind].append(" ".join(text.split()).format(**words))
+    if limit == "stages" and words["unequal"] < words["bubble"]:
+        said["+"].reverse()  # the change for what costs most is the first
+    return said["-"], said["+"]
+
+
+def _is(figures: Figures) -> dict[str, bool]:
+    """Return which conditions of sentences a job meets."""
+    f = figures
+    reads, between = f.slow_part == "input", f.slow_part == "outside"
+    return {
+        "slow to read": reads,
+        "slow between steps": between,
+        "slow to compute": not reads and not between,
+        # Work between steps isn't the machine's.
+        "slow in a common step": not between and f.in_step,
+        "slow in its own step": not between and not f.in_step,
+        "given arrays": f.arrays,
+        "given datasets": not f.arrays,
+        "link unknown": f.link is None,
+        "link known": f.link is not None,
+        "sent over a known link": bool(f.bandwidth and f.link),
+        "in step": f.in_step,
+        "apart": not f.in_step,
+        "much Python": f.share("outside") >= LEAST,
+        "several workers": f.workers > 1,
+        "slower than alone": f.workers > 1
+        and f.efficiency is not None
+        and f.efficiency < _SCALES,
+        "efficiency unknown": f.efficiency is None and f.alone > 1,
+        "efficiency known": f.efficiency is not None,
+    }
+
+
+def _words(figures: Figures) -> dict[str, Any]:
+    """Return what sentences name: times and sizes with units, and numbers."""
+    f, parts = figures, figures.phases
+    fixed = ("pack", "communicate", "wait", "outside")
+    stages = [1 - share for share in f.idle] or [0.0]
+    unequal, bubble = _waits(f)
+    return {
+        **{phase: in_seconds(seconds) for phase, seconds in parts.items()},
+        "step": in_seconds(f.step_seconds),
+        "traffic": in_seconds(parts["pack"] + parts["communicate"]),
+        "fixed": in_seconds(sum(parts[phase] for phase in fixed)),
+        "wait_share": f.share("wait"),
+        "computing": f.share("compute", "update"),
+        "samples": f.global_batch / (f.workers if f.in_step else 1),
+        "bytes": human_bytes(f.bytes_per_step),
+        "bandwidth": human_bytes(f.bandwidth),
+        "link": human_bytes(f.link or 0.0),
+        "rank": f.slowest,
+        "lag": in_seconds(f.lag),
+        "busiest": in_seconds(0.0 if f.slowest is None else f.busy[f.slowest]),
+        "fastest": in_seconds(min(f.busy.values())),
+        "slow_while": _WHILE.get(f.slow_part, ""),
+        "own_data": ", its memory." if f.arrays else _HIDES,
+        "stages": ", ".join(f"stage {n} {share:.0%}" for n, share in enumerate(stages)),
+        "unequal": unequal,
+        "bubble": bubble,
+        "slowest_stage": stages.index(max(stages)),
+        "fastest_stage": stages.index(min(stages)),
+        "parts": 4 * len(stages),
+        "refilled": (len(stages) - 1) / (5 * len(stages) - 1),
+        "speed": f.examples_per_second,
+        "efficiency": f.efficiency,
+        "times": f"{f.alone} times " if f.alone > 1 else "",
+        "one": "worker" if f.devices == 1 else "device",
+        "baseline": f.baseline,
+    }
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time as text with a fitting unit."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
