@@ -116,6 +116,7 @@ before = float(np.float64(m.get_weights()[0]).sum())
 m.evaluate(x, y, verbose=0)
 results["by batch"] = [before, float(np.float64(m.get_weights()[0]).sum())]
 
+m.train_on_batch(x[:32], y[:32])
 m.fit(x[:64], y[:64], verbose=2)
 
 with strategy.scope():

@@ -324,6 +324,8 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             return _last_logs(trainer) if ended else None
     dynamic = hooks.dynamic
     has_own_state = dynamic is not None and dynamic.has_own_state()
+    if hooks.local is not None:
+        hooks.local.end_epoch(trainer)  # after `train_on_batch`
     share_state(trainer, hooks, callbacks)
     note_own_files(hooks, callbacks)
     check_vocabularies(trainer, hooks)
