@@ -9,7 +9,7 @@ import pytest
 import kerasdist
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = """
 import json, os, tempfile
@@ -71,8 +71,7 @@ adam = lambda: keras.optimizers.Adam(0.01)
 one = kerasdist.LocalSteps(1, outer=keras.optimizers.SGD(1.0))
 results = {
     "sync": train(None),
-    "1": train(1),
-    "1 outer": train(one),
+    "1": train(one),
     "2": train(2),
     "4": train(4),
     "diloco": train(kerasdist.LocalSteps(2, outer="nesterov"), adam),
@@ -131,7 +130,7 @@ print("RESULT", json.dumps(results), flush=True)
 
 @pytest.fixture(scope="module")
 def jobs():
-    with Workers(SCRIPT, 2, deadline=180) as job:
+    with Workers(SCRIPT, 2, deadline=300) as job:
         ended = job.succeed()
     return [finished.result | {"lines": finished.output} for finished in ended]
 
@@ -154,12 +153,11 @@ def test_all_ranks_end_with_the_same(jobs):
                 assert mine[key] == second[name][key], (name, key)
 
 
-@pytest.mark.parametrize("name", ["1", "1 outer"])
-def test_one_local_step_of_sgd_is_a_step_of_all(results, name):
+def test_one_local_step_of_sgd_is_a_step_of_all(results):
     """Also with a last batch whose rows don't divide: 250 rows in batches of 64."""
-    near(results[name], results["sync"], 1e-5)
+    near(results["1"], results["sync"], 1e-5)
     np.testing.assert_allclose(
-        results[name]["history"]["loss"], results["sync"]["history"]["loss"], atol=1e-5
+        results["1"]["history"]["loss"], results["sync"]["history"]["loss"], atol=1e-5
     )
 
 

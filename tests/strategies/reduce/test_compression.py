@@ -9,7 +9,7 @@ import kerasdist
 from kerasdist.compression import Factors, PowerSGD, TopK
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = """
 import json
@@ -43,7 +43,7 @@ def model():
     layer = keras.layers.Dense(8, activation="relu", kernel_regularizer="l2")(layer)
     return keras.Model(given, keras.layers.Dense(1, activation="sigmoid")(layer))
 
-def train(optimizer=None, compile={}, epochs=3, **options):
+def train(optimizer=None, compile={}, epochs=2, **options):
     global sent
     strategy = kerasdist.RingStrategy(timeout=60, **options)
     with strategy.scope():
@@ -64,13 +64,11 @@ def train(optimizer=None, compile={}, epochs=3, **options):
 sgd = lambda **more: lambda: keras.optimizers.SGD(0.05, momentum=0.9, **more)
 results = {
     "none": train(),
-    "factors": train(compression="factors"),
     "factors clipped": train(sgd(global_clipnorm=0.1), compression="factors"),
     "clipped": train(sgd(global_clipnorm=0.1)),
     "powersgd": train(compression="powersgd"),
     "powersgd eager": train(compression="powersgd", compile={"run_eagerly": True}),
     "powersgd jit": train(compression="powersgd", compile={"jit_compile": True}),
-    "powersgd buckets": train(compression="powersgd", bucket_size=2000),
     "powersgd window": train(
         sgd(gradient_accumulation_steps=3), compression=kerasdist.PowerSGD(rank=1)
     ),
@@ -90,7 +88,8 @@ results["mixed"] = train(
         keras.optimizers.SGD(0.01), initial_scale=2.0**30, dynamic_growth_steps=2
     ),
     compression="powersgd",
-    epochs=12,
+    bucket_size=2000,
+    epochs=6,
 )
 keras.config.set_dtype_policy("float32")
 
@@ -139,7 +138,7 @@ print("RESULT", json.dumps(results), flush=True)
 
 @pytest.fixture(scope="module")
 def jobs():
-    with Workers(SCRIPT, 2, deadline=180) as job:
+    with Workers(SCRIPT, 2, deadline=300) as job:
         ended = job.succeed()
     return [finished.result | {"lines": finished.output} for finished in ended]
 
@@ -160,10 +159,9 @@ def test_all_ranks_hold_the_same_bits(jobs):
 
 
 def test_factors_lose_nothing_and_are_clipped_as_sums(results):
-    near(results["factors"], results["none"], 1e-5)
     near(results["factors clipped"], results["clipped"], 1e-5)
     # The kernel with a regularizer isn't a product, the others are.
-    assert results["factors"]["sent"] < 0.5 * results["none"]["sent"]
+    assert results["factors clipped"]["sent"] < 0.5 * results["clipped"]["sent"]
 
 
 def test_a_rank_that_is_high_enough_and_a_ratio_of_1_lose_nothing(results):
@@ -181,12 +179,9 @@ def test_less_is_sent_and_the_loss_falls(results, name, part):
     assert found["memories"] > 0
 
 
-@pytest.mark.parametrize("name", ["powersgd eager", "powersgd jit", "powersgd buckets"])
+@pytest.mark.parametrize("name", ["powersgd eager", "powersgd jit"])
 def test_the_same_in_all_kinds_of_steps(results, name):
-    if name == "powersgd buckets":  # the first matrices of Q are others
-        assert results[name]["loss"][-1] < results[name]["loss"][0]
-    else:
-        near(results[name], results["powersgd"], 2e-4)
+    near(results[name], results["powersgd"], 2e-4)
 
 
 def test_a_step_that_overflows_is_skipped(results):
