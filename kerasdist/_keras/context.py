@@ -41,14 +41,14 @@ class StepContext(threading.local):
         epoch: The number of the epoch of `fit`, as callbacks know it.
         epochs: The number of epochs that `fit` was called with.
         callbacks: The callbacks of `fit`.
-        begun: The numbers that they had at its first step, see `elastic.callbacks`.
+        begun: The numbers that they had at its first step.
         first_step: The step with which the present epoch of `fit` began here.
         admission: Of a worker that has joined, before its first step: the steps until
             the members next ask for workers that want to join, and between two
             questions; else None.
         resumed: Called once, before the first step of a `fit` that is continued, also
             by a worker that has joined.
-        resumption: The `preemption.resumption.Resumption` of a `fit`, if its job can be
+        resumption: The `preemption.Resumption` of a `fit`, if its job can be
             preempted; else None.
         joined: Whether this worker has joined others during this `fit`.
         evaluating: Whether this is inside `evaluate` or `predict`.
@@ -69,7 +69,7 @@ class StepContext(threading.local):
         writing: Whether the chief writes a file here, and has announced that.
         following: Whether a checkpoint that the chief has written is recorded here.
         after_batch: Whether callbacks are called at the end of a batch of `fit`.
-        succession: The `files.succession.ChiefFailover` of a `fit` in which the
+        succession: The `chief_failover.ChiefFailover` of a `fit` in which the
             chief may be lost; else None.
         replace_callbacks: Called by an outermost `fit` with its trainer and the
             callbacks that it was given; returns those that it has. None: as given.

@@ -1,8 +1,8 @@
 """Hooks of functions that read and write files on several workers.
 
-The chief writes, and the others wait for that, see `files.chief_files`.
-Code that only the chief runs is run outside of the strategy's scope: creating a
-variable in the scope is a collective, which the others wouldn't join.
+The chief writes, and the others wait for that, see below. Code that only the chief runs
+is run outside of the strategy's scope: creating a variable in the scope is a
+collective, which the others wouldn't join.
 """
 
 from __future__ import annotations

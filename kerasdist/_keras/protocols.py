@@ -326,7 +326,7 @@ class KerasHooks:
         dynamic: The epochs of asynchronous workers; None if they are synchronous.
         elastic: Changes of membership; None if the workers stay the same.
         local: Steps of each worker by itself; None if gradients are reduced.
-        checkpoint: The `preemption.checkpoint_file.CheckpointFile` of an elastic job;
+        checkpoint: The `elastic.training_state.CheckpointFile` of an elastic job;
             else None.
     """
 

@@ -50,12 +50,12 @@ class TopK(Compressor):
     def __init__(
         self, ratio: float = 0.001, momentum: float = 0.0, nesterov: bool = False
     ) -> None:
-        if not 0 < ratio <= 1:
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise ValueError(
                 "The ratio of `TopK` is the part of elements that is sent, above 0 and "
                 f"at most 1. Received: ratio={ratio!r}."
             )
-        if not 0 <= momentum < 1:
+        if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ValueError(
                 "The momentum of `TopK` must be at least 0, and below 1. Received: "
                 f"momentum={momentum!r}."

@@ -168,7 +168,7 @@ class _Groups:
     """The group keys of this process, as a class attribute: no two may be equal.
 
     Distinct from those of TensorFlow's own strategies, which count up from 1, and of
-    `strategies.native`.
+    `strategies.native_graph_ops`.
     """
 
     keys = itertools.count(0x4B45_0000)

@@ -84,8 +84,8 @@ class RingStrategy(DataParallelStrategy):
             collectives, NCCL on GPUs and gRPC on CPUs. With "native" create the
             strategy before anything else of TensorFlow is used, in one cluster per
             process; and keep untrusted hosts off the network: TensorFlow's server isn't
-            protected by the job's secret (`strategies.native`). Or "mpi": mpi4py, in
-            processes started by `mpirun`, which assigns the ranks.
+            protected by the job's secret (`strategies.native_communicator`). Or "mpi":
+            mpi4py, in processes started by `mpirun`, which assigns the ranks.
         timeout: Seconds that one collective may take, which is how far workers may
             drift apart.
         startup_timeout: Seconds until all workers have joined.

@@ -10,7 +10,7 @@
     4. c -> s   PROOF      H("client")      s checks it, and whether A is its own
     5. s -> c   PROOF      H("server")      c checks it
 
-    B        = the TLS connection's `tls_socket.binding_of`; empty without TLS
+    B        = the TLS connection's `tls.binding_of`; empty without TLS
     T        = SHA-256(version | Nc | Ns | B | the payload of 3.)
     H(label) = HMAC-SHA256(K, label | T)
 
@@ -323,7 +323,7 @@ def authenticate_as_client(
         hello: The purpose of this connection; a small JSON object.
         deadline: When to give up.
         address: The other side's, as the cluster's settings have it.
-        binding: See `tls_socket.binding_of`.
+        binding: See `tls.binding_of`.
 
     Returns:
         The authenticator of the frames that follow.
@@ -374,7 +374,7 @@ def receive(
         deadline: When to give up.
         where: The other side's address, for messages.
         address: This side's own, as the cluster's settings have it.
-        binding: See `tls_socket.binding_of`.
+        binding: See `tls.binding_of`.
 
     Returns:
         The other side's hello, and the authenticator of the frames that follow.

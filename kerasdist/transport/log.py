@@ -390,7 +390,7 @@ def log_in_background(
         *args: As of `Logger.log`.
         logger: "kerasdist", or a child.
         exc_info: Whether to log the exception that is being handled.
-        **fields: See `status.log`.
+        **fields: See `log`.
     """
     # Made here: with the time and the thread of its cause.
     record = make_record(level, message, args, logger, fields, exc_info=exc_info)

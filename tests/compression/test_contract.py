@@ -184,7 +184,9 @@ def test_names_and_objects():
         lambda: PowerSGD(rank=1.5),
         lambda: TopK(ratio=0),
         lambda: TopK(ratio=1.5),
+        lambda: TopK(ratio="1%"),
         lambda: TopK(momentum=1.0),
+        lambda: TopK(momentum=None),
         lambda: HalfPrecision("fp8"),
     ],
 )

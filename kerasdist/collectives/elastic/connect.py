@@ -134,7 +134,7 @@ class JobAlone:
 
 
 class LeavingAlone:
-    """The end of a job of one worker at SIGTERM, see `elastic.leaving.Leaving`.
+    """The end of a job of one worker at SIGTERM, see `elastic.termination.Leaving`.
 
     Args:
         termination: The request to end this process; None: there will be none.

@@ -42,7 +42,7 @@ from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 #                    are put into w and into b
 #
 # The rows i that a step has changed are the indices of the gradient's slices, if the
-# optimizer changes no others (`kerasdist._keras.optimizer.sparse_updates`). Otherwise w
+# optimizer changes no others (`kerasdist._keras.training.optimizers`). Otherwise w
 # is compared with b: that reads the whole table, but sends only the rows that differ.
 # In both cases there is one copy of the table, b, and none is made in a step.
 #

@@ -143,20 +143,25 @@ def _sums_in_buckets(
             totals = _sum_of_local(workers, values, step=number == 0)
         else:
             some = [owners[i] for i in bucket]
-            totals = _compressed_on_host(workers, values, some, parts)
+            compressor = workers.compression
+            totals = _compressed_on_host(workers, compressor, values, some, parts)
         for i, total in zip(bucket, totals, strict=True):
             sums[i] = total
     return sums
 
 
 def _compressed_on_host(
-    workers: Workers, values: list[list[Any]], owners: Sequence[Any], parts: int
+    workers: Workers,
+    compressor: Compressor,
+    values: list[list[Any]],
+    owners: Sequence[Any],
+    parts: int,
 ) -> list[list[Any]]:
     """Sum by the compressor; the replicas of a worker are added before that."""
     devices = workers.devices
     with tf.device(_tf.host_of(devices[0])):
         sums = compressed_sums(
-            *(_compressor(workers), workers.memories),
+            *(compressor, workers.memories),
             [tf.add_n(v) if len(v) > 1 else v[0] for v in values],
             owners,
             # A part of the mean, so that 16 bits hold it if they hold the gradients.
@@ -395,8 +400,9 @@ def _sum_of_dense(
                 )
                 reduced, sums = reduced[: len(some)], reduced[len(some) :]
             else:
+                theirs = [owners[i] for i in bucket]
                 reduced = _compressed(
-                    *(workers, some, [owners[i] for i in bucket], there),
+                    *(workers, workers.compression, some, theirs, there),
                     sum_over_replicas,
                 )
         for i, total in zip(bucket, reduced, strict=True):
@@ -414,7 +420,7 @@ def _sum_once(
     slices = [piece for piece in pieces if _is_slices(piece)]
     replicas = workers.replicas
     sums = _compressed(
-        *(workers, dense, [owner_of(piece) for piece in dense]),
+        *(workers, workers.compression, dense, [owner_of(piece) for piece in dense]),
         # A part of the mean, so that 16 bits hold it if they hold the gradients.
         tf.constant(1 / replicas),
         sum_once_per_worker,
@@ -428,6 +434,7 @@ def _sum_once(
 
 def _compressed(
     workers: Workers,
+    compressor: Compressor,
     gradients: list[Any],
     owners: Sequence[Any],
     weight: Any,
@@ -436,18 +443,12 @@ def _compressed(
     """Sum over all replicas by the compressor, in replica context."""
     replica = _tf.local_replica_id()
     return compressed_sums(
-        *(_compressor(workers), workers.memories, gradients, owners, weight),
+        *(compressor, workers.memories, gradients, owners, weight),
         lambda tensors: sum_up(workers, list(tensors)),
         lambda tensor: gather_over_replicas(workers, tensor),
         replica=replica,
         device=workers.devices[replica],
     )
-
-
-def _compressor(workers: Workers) -> Compressor:
-    if workers.compression is None:
-        raise RuntimeError("There is no compressor.")
-    return workers.compression
 
 
 def _sum_of_bucket(

@@ -41,8 +41,10 @@ _CONNECT_SECONDS = 10.0
 # Longer than a worker takes from the moment its launcher listens for it until it
 # accepts; after that the attempt has failed, and another one may succeed.
 _HANDSHAKE_SECONDS = 60.0
-# For an answer to a hello, which the system takes at once.
+# For a refusal, which the system takes at once.
 _ANSWER_SECONDS = 1.0
+# A roster of a large job fills the system's buffers.
+_ROSTER_SECONDS = 8.0
 
 
 def dial_tcp(
@@ -65,7 +67,7 @@ def dial_tcp(
     Raises:
         OSError, EOFError: It can't be reached now.
         AuthenticationError, ProtocolError: See `handshake.authenticate_as_client` and
-            `upgrade.connect_tls`.
+            `tls.connect_tls`.
         ClusterError: This task's certificates can't be used any more.
     """
     stop = stop or Cancellation()
@@ -217,8 +219,10 @@ def answer(
     connection: Connection, record: Any, kind: FrameType = FrameType.ROSTER
 ) -> None:
     """Answer a hello with a dataclass; a side that has ended since needs none."""
+    is_roster = kind is FrameType.ROSTER
+    deadline = Deadline(_ROSTER_SECONDS if is_roster else _ANSWER_SECONDS)
     with contextlib.suppress(OSError):
-        connection.write_json(kind, to_object(record), Deadline(_ANSWER_SECONDS))
+        connection.write_json(kind, to_object(record), deadline)
 
 
 def register(
