@@ -8,6 +8,7 @@ needed, because one that doesn't answer may start later.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -21,15 +22,17 @@ from typing import Any, Literal
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.elastic.connect import job_number
 from kerasdist.collectives.elastic.groups import CannotConnect, Connected
 from kerasdist.parameter_server.client.client import ServerClient
 from kerasdist.parameter_server.client.connect_servers import connect_servers
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.server import session_name
-from kerasdist.transport.base import Aborted
+from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.framing import Count
+from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import (
     Refused,
     hello_of,
@@ -48,9 +51,11 @@ from kerasdist.transport.rendezvous.dial import (
 #     3. W -> S     ASK    a question for the servers and the session of 2., answered
 #                          when S has received that
 #     4. C, W -> S  connect to these servers, as in any job: `server.server`
+#     5. C, W -> S  STAY   at a strategy's end: the script may create another one. The
+#                          connection stays, with heartbeats, until the process ends
 #
 # Each request is a connection of its own: its hello, and one answer. Requests of
-# earlier epochs than the present one of S are refused, unless that has failed.
+# earlier epochs than a job's present one at S are refused, unless that has failed.
 
 PURPOSE = "epoch"
 
@@ -87,6 +92,7 @@ class EpochRequest:
 
     Attributes:
         request: See above.
+        job: The number of the strategy in the workers' scripts, see `job_number`.
         epoch: The number of the epoch.
         settings: See `agreed`.
         workers: Of BEGIN: the addresses of the members.
@@ -94,7 +100,8 @@ class EpochRequest:
         layout: Of BEGIN: the servers.
     """
 
-    request: Literal["ready", "begin", "ask"]
+    request: Literal["ready", "begin", "ask", "stay"]
+    job: Count
     epoch: Count
     settings: dict[str, Any]
     workers: tuple[str, ...] = ()
@@ -145,8 +152,9 @@ class Search:
         session: The name of the servers' session.
         secret: The job's secret.
         agreed: The settings that servers compare, see `agreed`.
+        job: See `EpochRequest`.
         epoch: The number of the epoch.
-        first: Whether this worker has been in no epoch before.
+        first: Whether this worker has been in no epoch before, of any strategy.
         deadline: When to give up.
         stop: When another thread sets it, the search ends with `Aborted`.
     """
@@ -156,6 +164,7 @@ class Search:
     session: str
     secret: bytes
     agreed: dict[str, Any]
+    job: int
     epoch: int
     first: bool
     deadline: Deadline
@@ -173,13 +182,16 @@ class Search:
             Refused: The epoch isn't the present one, or the settings are others.
             Aborted: `stop` was set.
         """
-        servers = self._all() if self.epoch == 0 else self._living()
+        # Servers may be started later than the script's first strategy.
+        at_start = self.epoch == 0 and self.first
+        servers = self._all() if at_start else self._living()
         session = f"{self.session}.{self.epoch}.{secrets.token_hex(8)}"
         layout = EpochServers(tuple(servers), session)
         begin = functools.partial(
             self._begin_at,
             request=EpochRequest(
                 request="begin",
+                job=self.job,
                 epoch=self.epoch,
                 settings=self.agreed,
                 workers=tuple(workers),
@@ -237,6 +249,18 @@ class Search:
             f"it didn't begin epoch {self.epoch} at the servers within "
             f"{self.deadline.seconds:.3g} s",
         )
+
+    def stay(self, heartbeat: Heartbeat) -> None:
+        """Let the servers that answer stay while this process sends heartbeats.
+
+        Args:
+            heartbeat: Keeps the connections, by server.
+        """
+        # Not `_at_once`: at the end of the process there are no new threads.
+        for server in range(len(self.servers)):
+            # One that was lost, or is about to end, isn't needed.
+            with contextlib.suppress(*_SILENT, *_OTHERS, Refused, Aborted):
+                heartbeat.add(server, self._open(server, self._question("stay"))[0])
 
     # Of an epoch's first member.
 
@@ -344,8 +368,10 @@ class Search:
 
     # Requests.
 
-    def _question(self, request: Literal["ready", "ask"]) -> EpochRequest:
-        return EpochRequest(request=request, epoch=self.epoch, settings=self.agreed)
+    def _question(self, request: Literal["ready", "ask", "stay"]) -> EpochRequest:
+        return EpochRequest(
+            request=request, job=self.job, epoch=self.epoch, settings=self.agreed
+        )
 
     def _request(self, server: int, request: EpochRequest) -> None:
         limit = Deadline(min(self.deadline.remaining(), _ANSWER_SECONDS))
@@ -358,13 +384,23 @@ class Search:
         deadline: Deadline,
         stop: Cancellation,
     ) -> EpochAnswer:
-        hello = hello_of(self.session, PURPOSE, self.rank, request)
-        address = self.servers[server]
-        connection, answer = register(
-            *(address, self.secret, hello, EpochAnswer, deadline, stop)
-        )
+        connection, answer = self._open(server, request, deadline, stop)
         connection.close()
         return answer
+
+    def _open(
+        self,
+        server: int,
+        request: EpochRequest,
+        deadline: Deadline | None = None,
+        stop: Cancellation | None = None,
+    ) -> tuple[Connection, EpochAnswer]:
+        hello = hello_of(self.session, PURPOSE, self.rank, request)
+        address = self.servers[server]
+        return register(
+            *(address, self.secret, hello, EpochAnswer),
+            *(deadline or self.deadline, stop or self.stop),
+        )
 
     def _at_once(
         self, function: Callable[[int], Any], servers: Iterable[int]
@@ -376,6 +412,10 @@ class Search:
 
 # Of the time for connecting.
 _LEAST_SECONDS = 0.1
+# By the servers' addresses: they stay for another strategy of this process.
+_stays: dict[tuple[str, ...], Heartbeat] = {}
+# A forked child isn't the worker.
+os.register_at_fork(after_in_child=_stays.clear)
 
 
 class ServerGroup:
@@ -433,6 +473,8 @@ class ServerLink:
         cluster: The job, with this worker's rank at the start.
         settings: The job's settings.
         min_workers: The smallest number of workers that continue.
+        stay: Whether servers stay after `leave` until this process ends, for another
+            strategy.
         transport: See `connect_servers`.
         host: See `connect_servers`.
 
@@ -448,6 +490,7 @@ class ServerLink:
         settings: ServerSettings,
         min_workers: int,
         *,
+        stay: bool = False,
         transport: str = "auto",
         host: str | None = None,
     ) -> None:
@@ -466,7 +509,9 @@ class ServerLink:
         self._settings = settings
         self._transport = transport
         self._host = host
-        self._is_first = True
+        self._stay = stay
+        self._job = 0
+        self._is_first = cluster.servers not in _stays
         self._lock = threading.Lock()
         self._groups: set[ServerGroup] = set()
         self._sent = self._received = 0
@@ -500,17 +545,8 @@ class ServerLink:
     ) -> Connected:
         """See `Link.connect`; the session's name is the first member's choice."""
         deadline = Deadline(timeouts.startup)
-        search = Search(
-            rank=self._rank,
-            servers=self._servers,
-            session=self._session,
-            secret=self._secret,
-            agreed=self._agreed,
-            epoch=epoch,
-            first=self._is_first,
-            deadline=deadline,
-            stop=stop,
-        )
+        self._job = job_number(name)
+        search = self._search(epoch, deadline, stop)
         try:
             if cluster.rank == 0:
                 layout = search.begin(cluster.workers)
@@ -540,6 +576,7 @@ class ServerLink:
                 on_failure=failed,
                 host=self._host,
                 session=layout.session,
+                once=True,
                 stop=stop,
             )
         except errors.StartupError as error:
@@ -554,6 +591,20 @@ class ServerLink:
             self._groups.add(group)
         return group
 
+    def _search(self, epoch: int, deadline: Deadline, stop: Cancellation) -> Search:
+        return Search(
+            rank=self._rank,
+            servers=self._servers,
+            session=self._session,
+            secret=self._secret,
+            agreed=self._agreed,
+            job=self._job,
+            epoch=epoch,
+            first=self._is_first,
+            deadline=deadline,
+            stop=stop,
+        )
+
     def _forget(self, group: ServerGroup) -> None:
         with self._lock:
             self._groups.discard(group)
@@ -563,4 +614,19 @@ class ServerLink:
     def leave(self, group: Connected, error: BaseException | None) -> None:
         """See `Link.leave`."""
         if isinstance(group, ServerGroup) and group.failure is None:
+            if self._stay and error is None:
+                self._let_servers_stay(group.client.timeouts)
             group.client.close(error)
+
+    def _let_servers_stay(self, timeouts: Timeouts) -> None:
+        heartbeat = _stays.get(self._servers)
+        if heartbeat is None:
+            # Of lost servers it's heard elsewhere.
+            heartbeat = _stays[self._servers] = Heartbeat(
+                "kerasdist-servers stay",
+                timeouts,
+                on_frame=lambda key, frame: None,
+                on_end=lambda key, reason: None,
+            )
+        deadline = Deadline(_ANSWER_SECONDS)
+        self._search(0, deadline, Cancellation()).stay(heartbeat)

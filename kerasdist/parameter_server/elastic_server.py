@@ -6,16 +6,18 @@ between two steps, so a lost one is replaced by the others.
 
 It serves each epoch as a job of its own, with a `ParameterServer` at the same listener.
 `kerasdist.parameter_server.elastic_link` has the protocol. It decides nothing: if a
-worker is lost, the epoch has failed, and the server waits for the next one.
+worker is lost, the epoch has failed, and the server waits for the next one. The jobs of
+all strategies of a script are served, at once or one after the other.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from kerasdist import errors
@@ -44,6 +46,7 @@ from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import read_record
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
+from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.rendezvous.dial import answer, refuse
 from kerasdist.transport.rendezvous.listener import Listener
@@ -108,7 +111,7 @@ _LEAST_SECONDS, _MOST_SECONDS = 0.1, 1e6
 
 
 class ElasticServer:
-    """One server of an elastic job: serves epoch after epoch until all workers left.
+    """One server of elastic jobs: serves epoch after epoch until all workers left.
 
     Args:
         cluster: The job; this process is one of its `servers`.
@@ -157,12 +160,23 @@ class ElasticServer:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._closed = False
-        self._epoch: _Epoch | None = None
+        # The present one of each job; the one that began last.
+        self._epochs: dict[int, _Epoch] = {}
+        self._latest: _Epoch | None = None
         # Those that are replaced by a later one, until their threads have ended.
         self._replaced: list[_Epoch] = []
         self._totals: collections.Counter[str] = collections.Counter()
-        # Questions about the next epoch.
-        self._questions: list[tuple[int, Connection]] = []
+        # Questions about a job's next epoch.
+        self._questions: list[tuple[EpochRequest, Connection]] = []
+        # Processes that have closed a strategy, and may create another one.
+        self._staying: set[Hashable] = set()
+        self._arrivals = itertools.count()
+        self._heartbeat = Heartbeat(
+            f"kerasdist-watch server {self.index}",
+            self._timeouts,
+            on_frame=lambda key, frame: None,
+            on_end=lambda key, reason: self._staying.discard(key),
+        )
         secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
         self._listener = Listener.acquire(self.address, secret, self._timeouts.startup)
 
@@ -193,12 +207,13 @@ class ElasticServer:
                 self._receive(rank, connection, hello)
                 patience = Deadline(self._timeouts.startup)
             self._drop_ended()
-            epoch = self._epoch
-            if self._questions or (epoch is not None and not epoch.over):
+            latest = self._latest
+            served = any(not epoch.over for epoch in self._epochs.values())
+            if self._questions or served:
                 patience = Deadline(self._timeouts.startup)
-            elif epoch is not None and self._is_last(epoch, patience):
+            elif latest is not None and self._is_last(latest, patience):
                 return
-            elif epoch is None and patience.expired:
+            elif latest is None and patience.expired:
                 raise errors.StartupError(
                     f"No worker connected to server {self.index} ({self.address}) "
                     f"within {patience.seconds:g} s. Are they running (look at their "
@@ -208,13 +223,13 @@ class ElasticServer:
         raise errors.TransportClosed("This server was closed.")
 
     def _is_last(self, epoch: _Epoch, patience: Deadline) -> bool:
-        """Return whether the job is over, after an epoch that has ended.
+        """Return whether the jobs are over, after an epoch that has ended.
 
         Raises:
             KerasDistError: The job is over, and no worker has finished.
         """
         if epoch.error is None:
-            return True
+            return not self._staying
         if not patience.expired:
             return False
         if epoch.has_finished:
@@ -229,9 +244,10 @@ class ElasticServer:
             self._closed = True
         self._stop.set()
         self._listener.pending.interrupt()
-        epoch, self._epoch = self._epoch, None
-        if epoch is not None:
+        self._heartbeat.close()
+        for epoch in self._epochs.values():
             self._replace(epoch)
+        self._epochs.clear()
         for each in self._replaced:
             each.join(_JOIN_SECONDS)
         self._drop_ended()
@@ -265,8 +281,13 @@ class ElasticServer:
                 f"{self._agreed!r}. Give all tasks the same arguments.",
             )
             return
-        present = self._epoch
-        if what == "ask" and present is not None and present.number == number:
+        present = self._epochs.get(request.job)
+        if what == "stay":
+            key = next(self._arrivals)
+            answer(connection, EpochAnswer())
+            self._staying.add(key)
+            self._heartbeat.add(key, connection)
+        elif what == "ask" and present is not None and present.number == number:
             _answer(connection, present.layout)
         elif present is not None and not present.over and number <= present.number:
             refuse(
@@ -279,30 +300,34 @@ class ElasticServer:
         elif what == "ready":
             _answer(connection)
         elif what == "ask":
-            self._questions.append((number, connection))
+            self._questions.append((request, connection))
         else:
             self._begin(connection, request)
 
     def _begin(self, connection: Connection, request: EpochRequest) -> None:
-        number = request.epoch
         try:
             epoch = self._epoch_of(request)
         except (errors.ProtocolError, ValueError) as error:
             refuse(connection, str(error))
             return
-        if self._epoch is not None:
-            self._replace(self._epoch)
-        self._epoch = epoch
+        # Those of other jobs that have ended aren't needed any longer.
+        for job, other in list(self._epochs.items()):
+            if job == request.job or other.over:
+                self._replace(self._epochs.pop(job))
+        self._epochs[request.job] = self._latest = epoch
         epoch.start()
         _answer(connection)
         waiting, self._questions = self._questions, []
         for asked, question in waiting:
-            if asked == number:
-                _answer(question, epoch.layout)
-            elif asked > number:
+            if asked.job != request.job or asked.epoch > request.epoch:
                 self._questions.append((asked, question))
+            elif asked.epoch == request.epoch:
+                _answer(question, epoch.layout)
             else:
-                refuse(question, f"Epoch {asked} of the job has ended.", final=False)
+                refuse(
+                    *(question, f"Epoch {asked.epoch} of the job has ended."),
+                    final=False,
+                )
 
     def _epoch_of(self, request: EpochRequest) -> _Epoch:
         workers = request.workers
@@ -331,6 +356,7 @@ class ElasticServer:
             timeouts=dataclasses.replace(self._timeouts, startup=startup),
             host=self._host,
             session=layout.session,
+            once=True,
         )
         server.handler.logs = False
         on_split = self._on_split
@@ -349,11 +375,11 @@ class ElasticServer:
 
     def _drop_ended(self) -> None:
         kept = []
-        for number, connection in self._questions:
+        for question, connection in self._questions:
             if connection.ended:
                 connection.close()
             else:
-                kept.append((number, connection))
+                kept.append((question, connection))
         self._questions = kept
 
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kerasdist import errors
+from kerasdist.parameter_server.layout import ServerSettings
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.framing import Count
 
 # The messages about membership between workers and servers.
@@ -65,6 +67,19 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Successor:
+    """What the servers of a script serve next: a strategy with other settings.
+
+    Attributes:
+        settings: Its settings.
+        timeouts: Its time limits.
+    """
+
+    settings: ServerSettings
+    timeouts: Timeouts
+
+
+@dataclass(frozen=True, kw_only=True)
 class Goodbye:
     """The content of a worker's GOODBYE frame, with which it leaves.
 
@@ -74,12 +89,14 @@ class Goodbye:
         cause: The job's failure, if the worker leaves because of it, as
             `failure_protocol.encode` returns it.
         use: The number of the strategy that it leaves, if it stays itself; else 0.
+        successor: What its script continues with, at servers with other settings.
     """
 
     reason: str
     failed: bool = False
     cause: str | None = None
     use: Count = 0
+    successor: Successor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +171,7 @@ class WorkerRecord:
         joining: Whether it waits to join the others, which don't wait for it yet.
         left: Number of the last strategy that it has left: its next one is another use
             of the servers.
+        successor: What its script continues with, if it has finished for that.
     """
 
     rank: int
@@ -166,6 +184,7 @@ class WorkerRecord:
     returned: bool = False
     joining: bool = False
     left: int = 0
+    successor: Successor | None = None
 
     def __str__(self) -> str:
         """Return its name, for instance `rank 2 (10.0.0.3:2222)`."""
@@ -245,14 +264,22 @@ class Membership:
             self.changed.notify_all()
             return True
 
-    def finish(self, worker: WorkerRecord, reason: str) -> None:
-        """Mark a worker as finished."""
+    def finish(
+        self, worker: WorkerRecord, reason: str, successor: Successor | None = None
+    ) -> None:
+        """Mark a worker as finished; its script may continue with a successor."""
         with self.changed:
             if self.workers[worker.rank] is not worker or worker.state != "live":
                 return
             worker.state = "finished"
+            worker.successor = successor
             self._publish("finished", worker, reason)
             self.changed.notify_all()
+
+    @property
+    def successor(self) -> Successor | None:
+        """What the workers' scripts continue with; None if none of them does."""
+        return next((p.successor for p in self.workers if p.successor), None)
 
     def leave(self, worker: WorkerRecord, use: int, reason: str) -> None:
         """Note that a worker has closed a strategy, and stays itself."""

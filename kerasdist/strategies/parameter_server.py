@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -27,7 +26,6 @@ from kerasdist.strategies.servers import (
     SharedClient,
     check_arguments,
     note_elastic,
-    refuse_second,
     serve_job,
 )
 from kerasdist.strategies.sync.elastic_extended import (
@@ -58,9 +56,10 @@ class ParameterServerStrategy(DataParallelStrategy):
     exception that ended the job; `serve` does the same without ending the process.
     Without cluster settings the server runs in the worker's process.
 
-    A script may create several strategies, one after the other or at once, with the
-    same mode and time-outs: the servers serve all of them, until the processes of the
-    workers end. Those of an elastic job serve one strategy, and end with it.
+    A script may create several strategies, one after the other or at once: the servers
+    serve all of them, until the processes of the workers end. One with other settings
+    of the servers (mode, staleness, snapshots, time-outs) ends those before it. All
+    are elastic, or none.
 
     Args:
         mode: "sync": the servers sum the gradients of all workers in each step, and
@@ -196,10 +195,12 @@ class ParameterServerStrategy(DataParallelStrategy):
         extended: Any = SynchronousExtended
         leave: Callable[[BaseException | None], None] | None = None
         self._events: list[Event] = []
+        note_elastic(place, elastic=bounds is not None)
         if bounds is not None:
-            refuse_second(place)
-            link = ServerLink(place, settings, bounds.min_workers, transport=transport)
-            job = elastic_job = connect_elastic(
+            link = ServerLink(
+                *(place, settings, bounds.min_workers), stay=True, transport=transport
+            )
+            job = connect_elastic(
                 place,
                 timeouts=arguments.timeouts,
                 replicas=len(names),
@@ -209,23 +210,16 @@ class ParameterServerStrategy(DataParallelStrategy):
                 needs=("seed",),
                 link=link,
             )
-            note_elastic(place, elastic_job)
             self._traffic: _Traffic = link
             extended = ElasticExtended
         else:
             shared = SharedClient.get(
                 place,
-                {
-                    **dataclasses.asdict(settings),
-                    "timeout": timeout,
-                    "startup_timeout": startup_timeout,
-                    "heartbeat_timeout": heartbeat_timeout,
-                    "transport": transport,
-                    "replicas": len(names),
-                },
+                settings,
+                {"transport": transport, "replicas": len(names)},
                 arguments.timeouts,
-                lambda events, timeouts: _connect(
-                    *(place, settings, timeouts, transport, len(names)),
+                lambda events, timeouts, part: _connect(
+                    *(place, settings, timeouts, transport, len(names), part),
                     EventLog(events),
                 ),
             )
@@ -327,9 +321,11 @@ def _connect(
     timeouts: Timeouts,
     transport: str,
     replicas: int,
+    part: int,
     on_event: Callable[[Event], None],
 ) -> ServerClient:
-    reporter = Reporter(session_name(place), place.rank or 0)
+    session = session_name(place, part)
+    reporter = Reporter(session, place.rank or 0)
     return connect_servers(
         place,
         settings,
@@ -339,4 +335,5 @@ def _connect(
         on_event=on_event if settings.mode == "async" else None,
         on_failure=reporter.failed,
         join_barrier=settings.mode == "async",
+        session=session,
     )

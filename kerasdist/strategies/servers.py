@@ -6,6 +6,9 @@ wait for this worker any longer; the next one of the script uses the same connec
     strategy 1   connects ── trains ── close: left 1
     strategy 2                                use 2 ── trains ── end of the process
     servers      serve ................................................ end
+
+A strategy with other settings ends those before it. The worker leaves, naming the new
+settings, and connects anew; the servers begin anew when all workers have left.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,7 @@ from kerasdist.parameter_server import Event, ServerClient, ServerSettings
 from kerasdist.parameter_server.client.client import TRANSPORTS
 from kerasdist.parameter_server.elastic_server import run_elastic_server
 from kerasdist.parameter_server.layout import MODES
+from kerasdist.parameter_server.membership import Successor
 from kerasdist.parameter_server.server.server import run_server
 from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
 from kerasdist.strategies.options import (
@@ -224,8 +227,8 @@ _AGAIN_SECONDS = 20.0
 
 # By the servers' addresses.
 _clients: dict[tuple[str, ...], SharedClient] = {}
-# Those of elastic jobs, which end with their strategy.
-_elastic: dict[tuple[str, ...], weakref.ref[Any]] = {}
+# Whether these serve elastic strategies.
+_elastic: dict[tuple[str, ...], bool] = {}
 
 
 class SharedClient:
@@ -233,7 +236,8 @@ class SharedClient:
 
     Args:
         client: The connection.
-        kept: The settings that all strategies of the script must have, by their names.
+        kept: The settings of all strategies that use it, by their names.
+        part: How often the script has continued with other settings.
         events: The events of other workers, which the connection appends to.
 
     Attributes:
@@ -242,33 +246,49 @@ class SharedClient:
     """
 
     def __init__(
-        self, client: ServerClient, kept: dict[str, Any], events: list[Event]
+        self,
+        client: ServerClient,
+        kept: dict[str, Any],
+        part: int,
+        events: list[Event],
     ) -> None:
         self.client = client
         self.events = events
         self._kept = kept
+        self._part = part
 
     @classmethod
     def get(
         cls,
         place: Cluster,
+        settings: ServerSettings,
         kept: dict[str, Any],
         timeouts: Timeouts,
-        connect: Callable[[list[Event], Timeouts], ServerClient],
+        connect: Callable[[list[Event], Timeouts, int], ServerClient],
     ) -> SharedClient:
         """Return the connection for another strategy; connect for the first one.
 
         Args:
             place: This task's place in the cluster.
-            kept: See the class.
+            settings: The servers' settings.
+            kept: Other settings, see the class.
             timeouts: How long each phase may take.
-            connect: Connects, given a list for events and the time-outs.
+            connect: Connects, given a list for events, the time-outs and the part of
+                the script, see the class.
 
         Raises:
-            ClusterError: An earlier strategy of the script has other settings; or an
-                error closed it, and no other servers were started since.
+            ClusterError: An error closed an earlier strategy, and no other servers were
+                started since.
         """
+        kept = {**dataclasses.asdict(settings), **dataclasses.asdict(timeouts), **kept}
         found = _clients.get(place.servers)
+        part = 0
+        if found is not None and not found.client.closed and found._kept != kept:
+            part = found._part + 1
+            found.client.close(
+                successor=Successor(settings=settings, timeouts=timeouts)
+            )
+            found = None
         if found is not None and found.client.closed:
             # Its servers have ended, but may have been started again.
             startup = min(timeouts.startup, _AGAIN_SECONDS)
@@ -276,7 +296,7 @@ class SharedClient:
         if found is None or found.client.closed:
             events: list[Event] = []
             try:
-                client = connect(events, timeouts)
+                client = connect(events, timeouts, part)
             except (StartupError, ServerLost) as error:
                 if found is None:
                     raise
@@ -286,22 +306,10 @@ class SharedClient:
                     f"the servers {list(place.servers)}; no new ones were found within "
                     f"{timeouts.startup:g} s. Start the job again."
                 ) from error
-            found = cls(client, kept, events)
+            found = cls(client, kept, part, events)
             if place.servers:
                 _clients[place.servers] = found
             return found
-        differing = [name for name, value in kept.items() if found._kept[name] != value]
-        if differing:
-            given, first = (
-                ", ".join(f"{name}={values[name]!r}" for name in differing)
-                for values in (kept, found._kept)
-            )
-            raise ClusterError(
-                "A job's servers keep the settings of the script's first strategy. "
-                f"Received: another ParameterServerStrategy with {given}; the first "
-                f"one has {first}. Create all with the same settings, or start another "
-                "job."
-            )
         found.client.use_again()
         return found
 
@@ -318,29 +326,19 @@ class SharedClient:
         return leave
 
 
-def refuse_second(place: Cluster) -> None:
-    """Refuse another strategy of an elastic job.
+def note_elastic(place: Cluster, *, elastic: bool) -> None:
+    """Note whether this process uses its servers for elastic strategies.
 
     Raises:
-        ClusterError: There was one in this process.
+        ClusterError: Another strategy of this process uses them for the other kind.
     """
-    known = _elastic.get(place.servers)
-    if known is None and place.servers not in _clients:
-        return
-    job = None if known is None else known()
-    closed = known is not None and (job is None or job.closed)
-    raise ClusterError(
-        "The servers of an elastic job serve one strategy, and end with it. Received: "
-        f"another ParameterServerStrategy with the servers {list(place.servers)}; the "
-        f"one that this script created before {'was closed' if closed else 'is open'}. "
-        "Create one, and let all models be created in its scope, also one after the "
-        "other."
-    )
-
-
-def note_elastic(place: Cluster, job: Any) -> None:
-    """Note the strategy of an elastic job."""
-    _elastic[place.servers] = weakref.ref(job)
+    if place.servers and _elastic.setdefault(place.servers, elastic) != elastic:
+        raise ClusterError(
+            "A job's servers serve either elastic strategies or others. Received: "
+            f"another ParameterServerStrategy with elastic={elastic} and the servers "
+            f"{list(place.servers)}; the one before has elastic={not elastic}. Create "
+            "all with the same `elastic`, or start another job."
+        )
 
 
 # A forked child isn't the worker.

@@ -181,7 +181,8 @@ SHARES = [
 
 
 def test_servers_serve_until_all_workers_have_finished_and_end_well():
-    # Also a second strategy of the script, and a third when both are closed.
+    # Also a second strategy of the script, a third with other settings, which ends
+    # both, and a fourth when all are closed.
     script = (
         script_of(epochs=2)
         + """
@@ -193,32 +194,68 @@ same = {"timeout": 40, "startup_timeout": 60, "heartbeat_timeout": 30.0}
 with kerasdist.ParameterServerStrategy(**same) as second:
     gathered(second)
 gathered(strategy)
-strategy.close()
-try:
-    kerasdist.ParameterServerStrategy("async", **same)
-except kerasdist.errors.ClusterError as error:
-    print("RESULT", json.dumps(str(error)))
-third = kerasdist.ParameterServerStrategy(initial_state="broadcast", **same)
+third = kerasdist.ParameterServerStrategy("async", max_staleness=3, **same)
 gathered(third)
+try:
+    gathered(strategy)
+except kerasdist.errors.TransportClosed:
+    third.close()
+fourth = kerasdist.ParameterServerStrategy(initial_state="broadcast", **same)
+gathered(fourth)
 """
     )
     with Workers(script, 2, servers=2, deadline=90) as job:
         finished = job.succeed()
     for worker in finished[:2]:
-        *gathered, message, last = worker.results
-        assert [*gathered, last] == [[0, 1]] * 3
-        assert "with mode='async'; the first one has mode='sync'" in message
+        assert worker.results == [[0, 1]] * 4
     for index, server in enumerate(finished[2:]):
         name = rf"kerasdist: server {index} of 2 \({job.addresses[2 + index]}\)"
         found = re.search(
             rf"{name} serves 2 worker\(s\), mode='sync'\.\n"
             # The loss's gradients and a count of rows, too small to be cut.
             rf"{name} gets of each worker and step: {SHARES[index]}\.\n[^\0]*"
-            rf"{name} has finished: [\d,]+ requests, ([\d,]+) bytes received, ",
+            rf"{name} has finished: [\d,]+ requests, ([\d,]+) bytes received, [^\0]*"
+            rf"{name} serves 2 worker\(s\), mode='async'\.\n[^\0]*"
+            rf"{name} serves 2 worker\(s\), mode='sync'\.\n",
             server.output,
         )
         assert found, server.output
         assert "RESULT" not in server.output
+
+
+def test_servers_of_an_elastic_job_serve_all_strategies_of_a_script():
+    script = """
+import json
+import numpy as np
+import kerasdist
+
+def gathered(strategy):
+    found = strategy.communicator.all_gather(np.int64(strategy.rank))
+    print("RESULT", json.dumps([int(each[0]) for each in found]))
+
+def strategy():
+    return kerasdist.ParameterServerStrategy(elastic=True, heartbeat_timeout=10)
+
+with strategy() as first:
+    gathered(first)
+second, third = strategy(), strategy()
+gathered(second)
+gathered(third)
+gathered(second)
+try:
+    kerasdist.ParameterServerStrategy(elastic=False)
+except kerasdist.errors.ClusterError as error:
+    print("RESULT", json.dumps(str(error)))
+"""
+    with Workers(script, 2, servers=2, deadline=90) as job:
+        finished = job.succeed()
+    for worker in finished[:2]:
+        *gathered, message = worker.results
+        assert gathered == [[0, 1]] * 4
+        assert "elastic=False" in message
+        assert "the one before has elastic=True" in message
+    for server in finished[2:]:
+        assert "has finished: 3 epochs, " in server.output
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

@@ -409,7 +409,7 @@ def _no_job(rank: int, address: str, seconds: float) -> errors.StartupError:
 
 
 def _left(session: str, ranks: list[int]) -> errors.StartupError:
-    number = session.rpartition("elastic")[2]
+    number = job_number(session)
     return errors.StartupError(
         "The other workers have left the job in which this worker is to take part. "
         f"Received: ranks {sorted(ranks)} run, but have closed elastic strategy "
@@ -427,3 +427,8 @@ def name_job(cluster: Cluster) -> str:
         # Threads may play several ranks in tests.
         count = _counts.setdefault(f"{digest} {cluster.rank}", itertools.count(1))
         return f"{digest}.elastic{next(count)}"
+
+
+def job_number(name: str) -> int:
+    """Return the n of a name that `name_job` made, or of one of its epochs."""
+    return int(name.split(".")[1].removeprefix("elastic"))

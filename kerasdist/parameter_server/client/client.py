@@ -31,6 +31,7 @@ from kerasdist.parameter_server.membership import (
     Event,
     Goodbye,
     ServerRoster,
+    Successor,
     WorkerProgress,
 )
 from kerasdist.parameter_server.server.handler import (
@@ -301,6 +302,7 @@ class ServerClient(ServerJob):
         self,
         error: BaseException | None = None,
         cause: errors.CollectiveError | None = None,
+        successor: Successor | None = None,
     ) -> None:
         """Leave the job; release sockets, threads and memory. Can be called twice.
 
@@ -308,6 +310,7 @@ class ServerClient(ServerJob):
             error: The error that ended this worker's script, if there was one: in
                 "sync" the others then fail at once, in "async" they continue.
             cause: The cause of that error, if it's known.
+            successor: What the script continues with, at the same servers.
         """
         with self._changed:
             if self._closed:
@@ -321,7 +324,12 @@ class ServerClient(ServerJob):
         if self._failing is None:
             why = None if cause is None else encode(cause).decode()
             self.connections.send_goodbye(
-                Goodbye(reason=reason, failed=error is not None, cause=why)
+                Goodbye(
+                    reason=reason,
+                    failed=error is not None,
+                    cause=why,
+                    successor=successor,
+                )
             )
         self.connections.abort()
         if self._heartbeat is not None:

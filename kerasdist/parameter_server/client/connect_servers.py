@@ -419,6 +419,7 @@ def connect_servers(
     join_barrier: bool = False,
     host: str | None = None,
     session: str | None = None,
+    once: bool = False,
     stop: Cancellation | None = None,
 ) -> ServerClient:
     """Connect a worker to all servers of its job; wait until all workers are connected.
@@ -439,7 +440,8 @@ def connect_servers(
         join_barrier: Whether a worker that starts later joins at an epoch's end, see
             `parameter_server.server.collectives`; else the others wait for it at once.
         host: Overrides `host_key()`, for tests.
-        session: The session of an elastic job's epoch; by default `session_name`.
+        session: The name of the session; by default `session_name`.
+        once: As for `ParameterServer`.
         stop: When another thread sets it, the call ends with `Aborted`.
 
     Raises:
@@ -511,7 +513,7 @@ def connect_servers(
             )
             first = rosters[0] if rosters else None
             joining = None if first is None else first.joining
-            if session is not None:
+            if once:
                 # A failure that an earlier server reports ends the wait for this one.
                 client.connections.add(connection)
             try:
@@ -524,7 +526,7 @@ def connect_servers(
                         *(index, server, 0, connection.unreachable),
                         settings.hold_weights,
                     )
-            if session is None:
+            if not once:
                 client.connections.add(connection)
             met = rosters[0].met
         client.start(rosters[0])

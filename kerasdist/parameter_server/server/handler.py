@@ -446,7 +446,7 @@ class RequestHandler:
         if goodbye.failed:
             self.membership.lose(worker, goodbye.reason)
         else:
-            self.membership.finish(worker, goodbye.reason)
+            self.membership.finish(worker, goodbye.reason, goodbye.successor)
 
     def serve(self, worker: WorkerRecord, channel: Channel) -> str:
         """Serve a worker's requests until its connection ends; return the reason."""

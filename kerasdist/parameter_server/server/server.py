@@ -45,6 +45,7 @@ from kerasdist.parameter_server.membership import (
     Goodbye,
     ServerHello,
     ServerRoster,
+    Successor,
     WorkerRecord,
 )
 from kerasdist.parameter_server.server.handler import (
@@ -88,9 +89,11 @@ def run_server(
 ) -> None:
     """Run a server of a job until the job is over.
 
-    It logs the number of its workers, its part of each table when that is opened
-    (with "sync" its part of a step, when the first one is finished), and at the end the
-    traffic and the staleness of the weights that were read.
+    Strategies of the workers' scripts that have other settings are served one after the
+    other, each by a `ParameterServer` of its own. Each logs the number of its workers,
+    its part of each table when that is opened (with "sync" its part of a step, when the
+    first one is finished), and at the end the traffic and the staleness of the weights
+    that were read.
 
     Args:
         cluster: The job; this process is one of its `servers`.
@@ -101,6 +104,24 @@ def run_server(
         KerasDistError: As `ParameterServer` and its `serve`.
     """
     hand_over_final_error()
+    part = 0
+    following: Successor | None = Successor(
+        settings=settings, timeouts=timeouts or Timeouts()
+    )
+    while following is not None:
+        following = _serve_part(cluster, following, part)
+        part += 1
+
+
+def _serve_part(cluster: Cluster, served: Successor, part: int) -> Successor | None:
+    """Serve until all workers have finished; return what their scripts continue with.
+
+    Args:
+        cluster: The job.
+        served: The settings.
+        part: How often the scripts have continued with other settings.
+    """
+    settings = served.settings
     name = name_of(cluster)
 
     def opened(layout: Layout) -> None:
@@ -121,21 +142,22 @@ def run_server(
     server = ParameterServer(
         cluster,
         settings,
-        timeouts=timeouts,
+        timeouts=served.timeouts,
         on_table=opened,
         on_start=started if tolerant else None,
+        session=session_name(cluster, part),
     )
     server.handler.on_split = split
+    members = server.handler.membership
     if tolerant:
-        members = server.handler.membership
         # Before it is reported to any worker, which then ends.
         members.on_failure.insert(0, launcher.failed)
         members.on_event.insert(
             0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
         )
     log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
-    for served in server.handler.tables.tables.values():  # those of a snapshot
-        opened(served.layout)
+    for table in server.handler.tables.tables.values():  # those of a snapshot
+        opened(table.layout)
     try:
         stats = server.serve()
     except (WorkerLost, ServerLost):
@@ -148,6 +170,7 @@ def run_server(
         f"{_staleness_in_words(stats['tables'])}."
     )
     log.flush(FLUSH_SECONDS)
+    return members.successor
 
 
 def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
@@ -292,11 +315,17 @@ _JOIN_SECONDS = 10.0
 _SHORT_LOOK_SECONDS = 0.05
 
 
-def session_name(cluster: Cluster) -> str:
-    """Return the name of the session of a cluster's servers, the same in all tasks."""
+def session_name(cluster: Cluster, part: int = 0) -> str:
+    """Return the name of the session of a cluster's servers, the same in all tasks.
+
+    Args:
+        cluster: The job.
+        part: How often the script has continued with other settings.
+    """
     # In any order: a server that is taken for another one is reported later.
     text = json.dumps([cluster.workers, sorted(cluster.servers)])
-    return "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    name = "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{name}-{part}" if part else name
 
 
 class ParameterServer:
@@ -311,8 +340,9 @@ class ParameterServer:
         on_start: Called when all workers are connected, before the job begins; at a
             server that continues from a snapshot, at once.
         host: Overrides `host_key()`, for tests.
-        session: Of an epoch of an elastic job: the name of its session. Its workers
-            live, and connect once.
+        session: The name of the session; by default `session_name`.
+        once: Whether the workers live, and connect once, as in an epoch of an elastic
+            job.
 
     Attributes:
         index: Index among the servers.
@@ -337,6 +367,7 @@ class ParameterServer:
         on_start: Callable[[], None] | None = None,
         host: str | None = None,
         session: str | None = None,
+        once: bool = False,
     ) -> None:
         if cluster.task_type != "ps":
             raise ValueError(
@@ -365,7 +396,7 @@ class ParameterServer:
             *(self.handler, self.address, cluster.workers),
             *(lambda seconds: self._take(seconds, self._stop), self._stop),
             last_received=lambda worker: self._control.last_received(worker),
-            once=session is not None,
+            once=once,
         )
         patience = self._timeouts.startup
         try:
