@@ -112,6 +112,8 @@ def chromium(folder: Path) -> Iterator[Any]:
     driver = webdriver.Chrome(
         options=options, service=Service(shutil.which("chromedriver"))
     )
+    # A busy machine may take long to draw what a script then looks at.
+    driver.set_script_timeout(bound(_START))
     try:
         yield driver
     finally:
