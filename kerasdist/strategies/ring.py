@@ -15,6 +15,7 @@ from kerasdist.compression import Compressor, compressor_of
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies import native_communicator
+from kerasdist.strategies.balance import BalancedExtended, check_balance
 from kerasdist.strategies.cluster_resolver import given_cluster
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.local_steps import (
@@ -117,6 +118,10 @@ class RingStrategy(DataParallelStrategy):
             `kerasdist.LocalSteps`, which may have an outer optimizer (DiLoCo). Nothing
             else is sent within an epoch; at its end all have the same weights. Numbers
             aren't those of one process. By default gradients are summed in each step.
+        balance: "measured": faster workers get more rows of each batch, by the speeds
+            that were measured in the epoch before; the numbers stay those of one
+            process. Not with `elastic`, `local_steps`, a placement or another `shard`.
+            None: all replicas get as many.
         local_reduction: Where a worker's replicas are added: "device": on their
             devices, by TensorFlow's collectives inside of this process, which are
             NCCL's on GPUs; "host": in host memory; "auto": on GPUs if there are
@@ -175,6 +180,7 @@ class RingStrategy(DataParallelStrategy):
         bucket_size: int = 25_000_000,
         compression: str | Compressor | None = None,
         local_steps: int | LocalSteps | None = None,
+        balance: str | None = None,
         local_reduction: str = "auto",
         placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
@@ -196,6 +202,7 @@ class RingStrategy(DataParallelStrategy):
         )
         check_reduction(local_reduction)
         local = local_steps_of(local_steps)
+        check_balance(balance)
         in_use = _tf.in_use()
         check_micro_batches(micro_batches)
         placer = None
@@ -242,6 +249,8 @@ class RingStrategy(DataParallelStrategy):
         )
         if local is not None:
             _refuse_with_local_steps(local, bounds is not None, placement, compression)
+        if balance is not None:
+            _refuse_with_balance(balance, bounds is not None, placement, local, shard)
         on_devices = placer is None and sums_on_devices(local_reduction, names)
         if bounds is not None:
             _refuse_with_elastic(
@@ -292,6 +301,8 @@ class RingStrategy(DataParallelStrategy):
             raise
         if placer is None:
             extended: Any = SynchronousExtended
+            if balance is not None and place.size > 1:
+                extended = BalancedExtended
             report_paths(transport=job.transport)
             if job.transport == "native":
                 extended = functools.partial(extended, make_ops=make_native_ops)
@@ -372,6 +383,34 @@ def _refuse_with_local_steps(
         raise ValueError(
             f"Local steps aren't possible with every option. Received: "
             f"local_steps={local!r} with {reason}. Leave one of them out."
+        )
+
+
+def _refuse_with_balance(
+    balance: str,
+    is_elastic: bool,
+    placement: Any,
+    local: LocalSteps | None,
+    shard: str,
+) -> None:
+    """Refuse what divides no batches by workers, or divides them itself.
+
+    Raises:
+        ValueError: One of the arguments is of that kind.
+    """
+    reason = None
+    if is_elastic:
+        reason = "elastic=True: workers that join or leave divide the rows anew"
+    elif placement is not None:
+        reason = "a placement, whose stages aren't measured"
+    elif local is not None:
+        reason = f"local_steps={local!r}: no step waits for another worker"
+    elif shard != "rows":
+        reason = f"shard={shard!r}: each worker has data of its own"
+    if reason is not None:
+        raise ValueError(
+            "Rows aren't divided by speed with every option. Received: "
+            f"balance={balance!r} with {reason}. Leave one of them out."
         )
 
 

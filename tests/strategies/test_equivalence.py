@@ -44,8 +44,14 @@ else:
             "placement": {r".*_\\d*[13579]": "CPU:1", ".*": "CPU:0"},
             "micro_batches": int(os.environ["PLACED"]),
         }
-    if os.environ.get("COMPRESSION"):
-        options["compression"] = os.environ["COMPRESSION"]
+    if os.environ.get("OPTION") == "factors":
+        options["compression"] = "factors"
+    if os.environ.get("OPTION") == "balance":
+        import itertools
+        from kerasdist.strategies import balance
+        options["balance"] = "measured"
+        shares = itertools.cycle([[0.3, 0.7], [0.85, 0.15]])
+        balance.shares_of = lambda speeds, rows: next(shares)
     strategy = getattr(kerasdist, os.environ["STRATEGY"])(
         devices=[f"CPU:{i}" for i in range(devices)], timeout=100, **options
     )
@@ -177,16 +183,18 @@ def layouts() -> list[object]:
         (2, 2, 0, (*PLACED, "slices_adagrad"), 2),
         # Factors of gradients in place of gradients.
         (2, 1, 0, (*PLACED, "losses_of_one_number"), 0, "factors"),
+        # Other shares of the rows in each epoch.
+        (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
     ]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
-        placed, compression, *_ = (*more, *(0, "")[len(more) :])
+        placed, option, *_ = (*more, *(0, "")[len(more) :])
         name += f"-placed{placed}" if placed else ""
-        name += f"-{compression}" if compression else ""
+        name += f"-{option}" if option else ""
         parts = {"core": core}
         if name == "2x1":
             parts["sample"] = SAMPLE
         # Three workers show what an odd number adds, four only more of it.
-        chosen = [] if workers > 3 else list(parts)
+        chosen = [] if workers > 3 or option == "balance" else list(parts)
         # A job of all others would take minutes: they are dealt out to six.
         left_out = EQUAL_PARTS if workers * devices > 2 else set()
         left_out = WHOLE_BATCHES | INSIDE | left_out if placed else left_out
@@ -198,16 +206,16 @@ def layouts() -> list[object]:
         parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
         for part, cases in parts.items():
             marks = [] if part in chosen else [pytest.mark.soak]
-            layout = workers, devices, servers, placed, compression, cases
+            layout = workers, devices, servers, placed, option, cases
             made.append(pytest.param(*layout, id=f"{name}-{part}", marks=marks))
     return made
 
 
 @pytest.mark.parametrize(
-    ("workers", "devices", "servers", "placed", "compression", "cases"), layouts()
+    ("workers", "devices", "servers", "placed", "option", "cases"), layouts()
 )
 def test_workers_equal_one_process(
-    workers, devices, servers, placed, compression, cases, tmp_path
+    workers, devices, servers, placed, option, cases, tmp_path
 ):
     path = tmp_path / "numbers"
     env = {
@@ -217,8 +225,8 @@ def test_workers_equal_one_process(
     }
     if placed:
         env["PLACED"] = str(placed)
-    if compression:
-        env["COMPRESSION"] = compression
+    if option:
+        env["OPTION"] = option
     with (
         reference(cases, tmp_path) as wait_for_reference,
         Workers(

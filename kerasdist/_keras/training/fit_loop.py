@@ -259,6 +259,7 @@ def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
         if left := chiefs_state(trainer):
             hooks.state.share(left, 0)
         hooks.state.check(*state_of(trainer, only_weights=False), epoch=current.epoch)
+        hooks.data.end_epoch()
     return whole_logs(trainer, hooks, logs) if found is logs else result
 
 

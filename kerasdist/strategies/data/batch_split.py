@@ -3,7 +3,9 @@
 The division is a function of three numbers, so that every worker knows every
 replica's part without communication: of R replicas, the first `rows % R` get one row
 more than the others. Replicas are numbered over all workers in rank order, so the
-parts in order are the global batch in order.
+parts in order are the global batch in order. With shares of different sizes
+(`strategies.balance`) replica r has the rows from `rows * cuts[r] // WHOLE` to
+`rows * cuts[r + 1] // WHOLE`.
 
 A replica that gets none computes with a copy of another's row, which counts for
 nothing: a layer might refuse a row that isn't from the data, such as an empty string
@@ -24,7 +26,7 @@ import tensorflow as tf
 
 from kerasdist._keras import ArrayData, BatchIterator
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+from kerasdist.strategies.reduce.workers import WHOLE, Cuts, ReplicaLayout, Workers
 
 # Epochs of arrays: a worker's rows of every batch, in an order common to all.
 
@@ -77,6 +79,7 @@ def own_rows(
     first: int,
     local: int,
     replicas: int,
+    cuts: Cuts = None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the samples of a worker's replicas, batch by batch.
 
@@ -88,6 +91,7 @@ def own_rows(
         first: Number of the worker's first replica over all workers.
         local: Number of its replicas.
         replicas: Number of replicas over all workers.
+        cuts: See `ReplicaLayout`.
 
     Returns:
         The samples, and the bounds between parts: part i, which is replica
@@ -95,14 +99,15 @@ def own_rows(
     """
     starts = np.arange(0, len(order), batch_size, dtype=np.int64)
     rows = np.minimum(batch_size, len(order) - starts)
-    replica = first + np.arange(local, dtype=np.int64)
-    length, longer = rows // replicas, rows % replicas
-    lengths = length[:, None] + (replica[None, :] < longer[:, None])
-    begins = starts[:, None] + (
-        length[:, None] * replica[None, :]
-        + np.minimum(replica[None, :], longer[:, None])
-    )
-    lengths, begins = lengths.reshape(-1), begins.reshape(-1)
+    replica = first + np.arange(local + 1, dtype=np.int64)
+    if cuts is None:
+        length, longer = rows // replicas, rows % replicas
+        edges = length[:, None] * replica[None, :]
+        edges += np.minimum(replica[None, :], longer[:, None])
+    else:
+        edges = rows[:, None] * np.asarray(cuts, np.int64)[None, replica] // WHOLE
+    lengths = np.diff(edges).reshape(-1)
+    begins = (starts[:, None] + edges[:, :-1]).reshape(-1)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     places = np.repeat(begins - bounds[:-1], lengths) + np.arange(bounds[-1])
     return order[places], bounds
@@ -114,7 +119,12 @@ def _sizes(samples: int, batch_size: int) -> set[int]:
 
 
 def same_length(
-    samples: int, batch_size: int, first: int, local: int, replicas: int
+    samples: int,
+    batch_size: int,
+    first: int,
+    local: int,
+    replicas: int,
+    cuts: Cuts = None,
 ) -> int | None:
     """Return the number of rows of all parts of a worker, or None if it varies.
 
@@ -127,7 +137,10 @@ def same_length(
         first: Number of the worker's first replica over all workers.
         local: Number of its replicas.
         replicas: Number of replicas over all workers.
+        cuts: See `ReplicaLayout`; with these it varies from epoch to epoch.
     """
+    if cuts is not None:
+        return None
     lengths = set()
     for rows in _sizes(samples, batch_size):
         for replica in range(first, first + local):
@@ -150,12 +163,28 @@ class ArrayEpochs:
         seed: int,
         distribute: Callable[[Any], Any],
     ) -> None:
+        self._workers = workers
         self._data = data
         self._seed = seed
         self._epoch = 0
+        self._distribute = distribute
+        self._take = self._reader(data)
+        self._layout: ReplicaLayout | None = None
+        self.divide()
+
+    def _reader(self, data: ArrayData) -> Any:
+        """Return what makes a pipeline: see `ArrayData.take`."""
+        return data.take
+
+    def divide(self) -> None:
+        """Make the pipeline of the parts for the present layout of the replicas."""
+        workers, data = self._workers, self._data
+        if self._layout == workers.layout:
+            return
+        self._layout = workers.layout
         alone = workers.communicator.size == 1
         self._parts = ArrayParts(workers.layout, data, alone=alone)
-        self._dataset = distribute(self._parts.dataset(data.take))
+        self._dataset = self._distribute(self._parts.dataset(self._take))
 
     def __iter__(self) -> Iterator[Any]:
         self._epoch += 1
@@ -210,7 +239,7 @@ class ArrayParts:
             return tf.ensure_shape(chosen, [known])
 
         sizes = _sizes(data.samples, data.batch_size)
-        filled = any(size < layout.total for size in sizes)
+        filled = layout.cuts is not None or any(size < layout.total for size in sizes)
 
         def finish(batch: Any, part: Any) -> Any:
             if self._alone and not filled:
@@ -220,6 +249,10 @@ class ArrayParts:
             if not filled:
                 return with_facts(batch, total)
             replica = layout.first + part % layout.local
+            if layout.cuts is not None:
+                cuts = tf.constant(layout.cuts, tf.int64)
+                start, stop = (total * cuts[replica + i] // WHOLE for i in (0, 1))
+                return with_facts(batch, total, stop - start)
             longer = tf.cast(replica < total % layout.total, tf.int64)
             return with_facts(batch, total, total // layout.total + longer)
 
@@ -359,7 +392,13 @@ def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def part_of_batch(
-    batch: Any, rows: Any, replica: int, replicas: int, *, whole: bool = True
+    batch: Any,
+    rows: Any,
+    replica: int,
+    replicas: int,
+    cuts: Cuts = None,
+    *,
+    whole: bool = True,
 ) -> Any:
     """Return the part of a global batch for a step of one replica.
 
@@ -371,23 +410,32 @@ def part_of_batch(
         rows: Number of rows of the batch's first tensor, a scalar int64 tensor.
         replica: The replica's number over all workers.
         replicas: Number of replicas over all workers.
+        cuts: See `ReplicaLayout`.
         whole: Whether `rows` are those of all replicas of the job.
     """
 
     def take(tensor: Any, start: Any, stop: Any) -> Any:
-        if isinstance(start, int) and start < stop:
+        if cuts is None and isinstance(start, int) and start < stop:
             return slice_rows(tensor, start, stop)
         start, stop = (tf.convert_to_tensor(x, tf.int64) for x in (start, stop))
+        if cuts is not None:
+            start, stop = varying(start), varying(stop)
         last = tf.maximum(tf.cast(count_rows(tensor), tf.int64) - 1, 0)
         first = tf.where(stop > start, start, last)
         return slice_rows(tensor, first, tf.maximum(stop, first + 1))
 
-    part = _divided(batch, replica, replicas, take)
-    return with_own_facts(part, rows, replica, replicas, whole=whole)
+    part = _divided(batch, replica, replicas, cuts, take)
+    return with_own_facts(part, rows, replica, replicas, cuts, whole=whole)
 
 
 def with_own_facts(
-    part: Any, rows: Any, replica: int, replicas: int, *, whole: bool = True
+    part: Any,
+    rows: Any,
+    replica: int,
+    replicas: int,
+    cuts: Cuts = None,
+    *,
+    whole: bool = True,
 ) -> Any:
     """Add the facts for a step to a replica's part.
 
@@ -395,28 +443,46 @@ def with_own_facts(
     """
     total = tf.convert_to_tensor(rows, tf.int64) if whole else None
     known = tf.get_static_value(rows)
-    if known is not None and known >= replicas:
+    if cuts is None and known is not None and known >= replicas:
         return with_facts(part, total)
-    start, stop = bounds_of_replica(rows, replica, replicas)
+    start, stop = bounds_of_replica(rows, replica, replicas, cuts)
     return with_facts(part, total, tf.cast(stop - start, tf.int64))
 
 
 def _divided(
-    batch: Any, replica: int, replicas: int, take: Callable[[Any, Any, Any], Any]
+    batch: Any,
+    replica: int,
+    replicas: int,
+    cuts: Cuts,
+    take: Callable[[Any, Any, Any], Any],
 ) -> Any:
     """Divide each tensor by its own rows: zipped datasets may differ in batch size."""
 
     def part(tensor: Any) -> Any:
         if not isinstance(tensor, tf.SparseTensor) and tensor.shape.rank == 0:
             return tensor
-        return take(tensor, *bounds_of_replica(count_rows(tensor), replica, replicas))
+        rows = count_rows(tensor)
+        return take(tensor, *bounds_of_replica(rows, replica, replicas, cuts))
 
     return map_tensors(part, batch)
 
 
-def bounds_of_replica(rows: Any, replica: int, replicas: int) -> tuple[Any, Any]:
+def varying(number: Any) -> Any:
+    """Return a number whose value isn't a part of the graph that reads it.
+
+    So steps aren't traced again for each number of rows.
+    """
+    return tf.raw_ops.PlaceholderWithDefault(input=number, shape=[])
+
+
+def bounds_of_replica(
+    rows: Any, replica: int, replicas: int, cuts: Cuts = None
+) -> tuple[Any, Any]:
     """Return a replica's first row, and the one after its last: numbers or tensors."""
     known = tf.get_static_value(rows)
+    if cuts is not None:
+        whole = tf.cast(rows, tf.int64) if known is None else int(known)
+        return whole * cuts[replica] // WHOLE, whole * cuts[replica + 1] // WHOLE
     if known is not None:
         own = equal_part(int(known), replicas, replica)
         return own.start, own.stop
@@ -469,6 +535,7 @@ def slice_dataset(
     first: int,
     local: int,
     replicas: int,
+    cuts: Cuts = None,
     wrap: Callable[[Any, Any, Any], Any] | None = None,
 ) -> Any:
     """Turn a dataset of global batches into one of this worker's parts of them.
@@ -479,6 +546,7 @@ def slice_dataset(
         first: Number of this worker's first replica over all workers.
         local: Number of this worker's replicas.
         replicas: Number of replicas over all workers.
+        cuts: See `ReplicaLayout`.
         wrap: Makes the element of index, global batch and result of `part_of_batch`.
 
     Returns:
@@ -489,8 +557,8 @@ def slice_dataset(
     def part(index: Any, batch: Any, replica: int) -> Any:
         rows = count_rows(batch)
         if wrap is None:
-            return _divided(batch, replica, replicas, slice_rows)
-        return wrap(index, batch, part_of_batch(batch, rows, replica, replicas))
+            return _divided(batch, replica, replicas, cuts, slice_rows)
+        return wrap(index, batch, part_of_batch(batch, rows, replica, replicas, cuts))
 
     parts = parts_of_replicas(dataset.enumerate(), range(first, first + local), part)
     return read_ahead(parts, dataset)

@@ -38,8 +38,11 @@ from kerasdist._keras import (
 )
 from kerasdist._tf.row_pipelines import RowPipeline, iterator_dataset
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.data.batch_split import slice_rows, with_own_facts
+from kerasdist.strategies.data.batch_split import (
+    bounds_of_replica,
+    slice_rows,
+    with_own_facts,
+)
 from kerasdist.strategies.data.choice import (
     DataChoice,
     different_batches,
@@ -62,7 +65,7 @@ from kerasdist.strategies.data.encoding import (
     size_of,
     unpack,
 )
-from kerasdist.strategies.reduce.workers import Workers
+from kerasdist.strategies.reduce.workers import Cuts, Workers
 
 # Batches that are kept ready.
 _AHEAD = 8
@@ -245,23 +248,23 @@ class _Reader:
 
 def own_rows_of(workers: Workers, structure: Any, leaves: list[Encoded]) -> Any:
     """Return this worker's part of a batch: per replica, if it has several."""
-    first, local, replicas = workers.layout
+    first, local, replicas, cuts = workers.layout
     total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
     parts = []
     for i, device in enumerate(workers.devices[:local]):
         with tf.device(device):
-            part = [_part(leaf, first + i, replicas) for leaf in leaves]
+            part = [_part(leaf, first + i, replicas, cuts) for leaf in leaves]
             nest = tf.nest.pack_sequence_as(structure, part)
-            parts.append(with_own_facts(nest, total, first + i, replicas))
+            parts.append(with_own_facts(nest, total, first + i, replicas, cuts))
     return parts[0] if local == 1 else _tf.regroup(parts)
 
 
-def _part(leaf: Encoded, replica: int, replicas: int) -> Any:
+def _part(leaf: Encoded, replica: int, replicas: int, cuts: Cuts) -> Any:
     if leaf.kind == "none":
         return None
     if leaf.rows is None:
         return tf.convert_to_tensor(decode(leaf))
-    rows = equal_part(leaf.rows, replicas, replica)
+    rows = slice(*bounds_of_replica(leaf.rows, replica, replicas, cuts))
     if rows.start == rows.stop:  # see `strategies.data.batch_split`
         rows = slice(max(leaf.rows - 1, 0), leaf.rows)
     if leaf.kind == "dense":

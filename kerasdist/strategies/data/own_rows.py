@@ -36,6 +36,7 @@ from kerasdist.strategies.data.batch_split import (
     read_ahead,
     slice_rows,
     split_part,
+    varying,
     with_facts,
     with_own_facts,
 )
@@ -208,7 +209,7 @@ def own_part(
         return None
     by_file = is_by_file(dataset)
     communicator = workers.communicator
-    first, _, replicas = layout or workers.layout
+    first, _, replicas, _ = layout or workers.layout
     if any(
         spec.shape.rank == 0
         for spec in tf.nest.flatten(dataset.element_spec)
@@ -267,19 +268,19 @@ class OwnRows:
 
     Args:
         pipeline: The pipeline.
-        layout: Number of this worker's first replica over all workers, of its
-            replicas, and of all replicas.
+        layout: The layout of the replicas.
         same: The check.
     """
 
     def __init__(
-        self, pipeline: RowPipeline, layout: tuple[int, int, int], same: SameBatches
+        self, pipeline: RowPipeline, layout: ReplicaLayout, same: SameBatches
     ) -> None:
         self._pipeline = pipeline
-        self._first, self._local, self._replicas = layout
+        self._first, self._local, self._replicas, self._cuts = layout
         self._same = same
         start, stop = self._bounds(pipeline.batch_size)
-        self._most = max(stop - start, 1)
+        # Of a smaller batch a share may be a row more.
+        self._most = max(stop - start + (self._cuts is not None), 1)
 
     def divide(self, windows: Any, head: Sequence[Any] | None = None) -> Any:
         """Return a dataset of this worker's parts, as `slice_dataset` does.
@@ -328,7 +329,7 @@ class OwnRows:
         totals, checksums = facts
         total = self._total(totals[0])
         begin, _ = self._bounds(total)
-        start, stop = bounds_of_replica(total, replica, self._replicas)
+        start, stop = bounds_of_replica(total, replica, self._replicas, self._cuts)
         start, stop, own = start - begin, stop - begin, stop - start
         if isinstance(own, int):
             if not own:
@@ -336,8 +337,12 @@ class OwnRows:
         else:
             start = tf.where(own > 0, start, self._most - 1)
             stop = tf.maximum(stop, start + 1)
+        if self._cuts is not None:
+            start, stop = (
+                varying(tf.convert_to_tensor(each, tf.int64)) for each in (start, stop)
+            )
         part = slice_rows(rows, start, stop)
-        part = with_own_facts(part, total, replica, self._replicas)
+        part = with_own_facts(part, total, replica, self._replicas, self._cuts)
         return {CHECKSUM: checksums[0], "batch": part}
 
     def _total(self, rows: Any) -> Any:
@@ -347,6 +352,7 @@ class OwnRows:
 
     def _bounds(self, total: Any) -> tuple[Any, Any]:
         """Return this worker's first row of a batch, and the one after its last."""
-        start, _ = bounds_of_replica(total, self._first, self._replicas)
+        replicas, cuts = self._replicas, self._cuts
+        start, _ = bounds_of_replica(total, self._first, replicas, cuts)
         last = self._first + self._local - 1
-        return start, bounds_of_replica(total, last, self._replicas)[1]
+        return start, bounds_of_replica(total, last, replicas, cuts)[1]

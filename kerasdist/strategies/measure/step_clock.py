@@ -201,6 +201,7 @@ class StepClock:
         running: Whether steps are observed, and some of them measured.
         asked: Whether the next call is to be measured in any case, even if the clock
             is stopped.
+        always: Whether each call is `asked` for.
         timed: Whether the current call is measured.
         marks: See `StepTimer`.
         lost: Seconds of steps that were begun again, since the clock was made.
@@ -217,6 +218,7 @@ class StepClock:
     ) -> None:
         self._rank = rank
         self.running = self.asked = self.timed = self.marks = False
+        self.always = False
         self._in_call = False
         self.lost = 0.0
         # Whether this call, or the time before it, needs work in `_look_back`.
@@ -230,6 +232,8 @@ class StepClock:
         self._summed = communication.StepCounters(self._host)
         # Sums at the beginning of the window, and when the clock started.
         self._before, self._started = np.zeros((2, len(Slot)))
+        # Those of calls that don't count.
+        self._left_out = np.zeros(len(Slot))
         self._is_eager = False
         # The state before a call that traces, and before one that warms up.
         self._traced: tuple[Array, Work] | None = None
@@ -240,6 +244,8 @@ class StepClock:
         # Seconds of waiting for data, the same at the end of the last step, and seconds
         # of waiting for other workers that no graph's clock measures.
         self._waited = self._waited_before = self._met = 0.0
+        # Seconds in which passes waited for others, and those of this call.
+        self._awaited = self._call_awaited = 0.0
         # The same for this call; and for all measured calls the waiting for others.
         self._call_waited = self._call_met = self._met_measured = 0.0
         self._sampling = Sampling()
@@ -287,7 +293,7 @@ class StepClock:
     @property
     def rows_per_step(self) -> float:
         """Return this worker's samples per step; 0.0 if no step was measured."""
-        sums = self._summed.read()
+        sums = self._sums()
         # All of the window's steps may have been left out.
         for found in (sums - self._before, sums - self._started):
             if found[Slot.STEPS]:
@@ -297,8 +303,25 @@ class StepClock:
     @property
     def seconds_per_step(self) -> float:
         """Return the seconds of a step since the last `take`; 0 if there was none."""
-        steps = float((self._summed.read() - self._before)[Slot.STEPS])
+        steps = float((self._sums() - self._before)[Slot.STEPS])
         return max(self._left - self._since, 0.0) / steps if steps else 0.0
+
+    def arrivals(self) -> tuple[float, float, float, float]:
+        """Return sums since the clock was made, whose differences count.
+
+        Returns:
+            The steps; their rows; the measured steps with one update each; and their
+            seconds until this worker had its gradients, without those of `awaited`.
+        """
+        sums = self._sums()
+        # Where a call is several steps, only the first one's beginning is known.
+        begin = Slot.READY if self._several else Slot.BEGIN
+        return (
+            float(sums[Slot.STEPS]),
+            float(sums[Slot.ROWS]),
+            float(sums[Slot.MEASURED]) if sums[Slot.UPDATES] else 0.0,
+            float(sums[Slot.GRADIENTS] - sums[begin]) - self._awaited,
+        )
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -311,15 +334,14 @@ class StepClock:
             yield
         finally:
             # Graphs count even if the clock is stopped.
-            inside = self._summed.read() - sums
-            self._before, self._started = self._before + inside, self._started + inside
+            self._left_out += self._summed.read() - sums
             self.running, self.asked = running, asked
             self.begin_epoch()
 
     def take(self) -> StepTimes:
         """Return the times of the steps since the last call; eagerly."""
         # 1. The window's sums, and from them the parts of one measured step.
-        now = self._summed.read()
+        now = self._sums()
         sums = now - self._before
         steps, seconds = float(sums[Slot.STEPS]), max(self._left - self._since, 0.0)
         if sums[Slot.MEASURED]:
@@ -352,9 +374,12 @@ class StepClock:
         self._forget(now)
         return times
 
+    def _sums(self) -> Array:
+        return self._summed.read() - self._left_out
+
     def _forget(self, now: Array | None = None) -> None:
         """Begin a window with the next step."""
-        self._before = self._summed.read() if now is None else now
+        self._before = self._sums() if now is None else now
         if now is None:
             self._left = time.time()
         self._spans.take()
@@ -377,11 +402,12 @@ class StepClock:
         """
         self._in_call = True
         self.timed = self._sampling.next(asked=self.asked) or always
-        self.asked = False
+        self.asked = self.always
         if self.timed:
             if self._sampling.warming and not always:
                 self._kept = self._summed.read(), self._spans.take()
             self._spans.listen(True)
+            self._call_awaited = 0.0
             self._entered = time.time()
         return self.timed
 
@@ -418,6 +444,7 @@ class StepClock:
             self._leave_out(self._kept, Slot.MEASURED)
             self._kept = None
             return
+        self._awaited += self._call_awaited
         if not eager:
             # The graph's clock counts it as input, like all before the step.
             self._met_measured += met
@@ -431,7 +458,7 @@ class StepClock:
     def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
         """Remove this call's contribution to the sums, from index `first` on."""
         sums, spans = before
-        self._before[first:] += (self._summed.read() - sums)[first:]
+        self._left_out[first:] += (self._summed.read() - sums)[first:]
         self._spans.give_back(spans)
 
     def _note_trace(self) -> None:
@@ -454,6 +481,10 @@ class StepClock:
         else:
             return
         self._noted = True
+
+    def awaited(self, seconds: float) -> None:
+        """Count seconds in which a forward or backward pass waited for others."""
+        self._call_awaited += seconds
 
     def repeated(self, seconds: float) -> None:
         """See `StepTimer.repeated`."""

@@ -13,7 +13,9 @@ functions, branches and loops. So each collective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,11 +35,17 @@ class CollectiveOps:
     Args:
         communicator: The communicator of the workers.
         host: The CPU device of this process.
+
+    Attributes:
+        waited: Called with the seconds of each collective that a forward or backward
+            pass waits for; None: nobody counts them.
     """
 
     def __init__(self, communicator: Communicator, host: str) -> None:
         self._communicator = communicator
         self._host = host
+        self.waited: Callable[[float], None] | None = None
+        self._is_awaited = False
         with tf.init_scope(), tf.device(host):
             self._counter = tf.Variable(
                 0, dtype=tf.int64, trainable=False, name="kerasdist_collectives"
@@ -211,6 +219,29 @@ class CollectiveOps:
         with tf.device(self._host):
             return [tf.add_n(list(value)) for value in values]
 
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Count the collectives of the block as those that a pass waits for."""
+        before, self._is_awaited = self._is_awaited, True
+        try:
+            yield
+        finally:
+            self._is_awaited = before
+
+    def _counted(self, function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        waited = self.waited
+        if waited is None or not self._is_awaited:
+            return function
+
+        def counted(*arrays: Any) -> list[Any]:
+            begin = time.monotonic()
+            try:
+                return function(*arrays)
+            finally:
+                waited(time.monotonic() - begin)
+
+        return counted
+
     def failure(self, error: Exception) -> Exception | None:
         """Return the job's failure behind TensorFlow's `error`, or None."""
         del error
@@ -234,6 +265,7 @@ class CollectiveOps:
         Raises:
             ValueError: XLA would compile it.
         """
+        function = self._counted(function)
         if _tf.executing_eagerly():
             results = function(*[tensor.numpy() for tensor in tensors])
             return [

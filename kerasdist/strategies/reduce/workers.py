@@ -32,14 +32,20 @@ def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
 
 def gather_over_replicas(workers: Workers, tensor: Any) -> Any:
     """Concatenate all replicas' tensors along the first axis, in replica context."""
+
+    def gather(mine: Any) -> Any:
+        if workers.size == 1:
+            return mine
+        with workers.ops.awaited():
+            return workers.ops.all_gather(mine)
+
     if len(workers.devices) == 1:
-        return workers.ops.all_gather(tensor) if workers.size > 1 else tensor
+        return gather(tensor)
 
     def merge(_: Any, value: Any) -> Any:
         with tf.device(workers.host):
             every = tf.concat(workers.local(value), 0)
-        if workers.size > 1:
-            every = workers.ops.all_gather(every)
+        every = gather(every)
         return _tf.broadcast_to_devices(every, workers.devices)
 
     replica = tf.distribute.get_replica_context()
@@ -143,8 +149,9 @@ def over_workers(workers: Workers, tensors: list[Any]) -> list[Any]:
         return tensors
     dense = [t for t in tensors if not isinstance(t, tf.IndexedSlices)]
     slices = [t for t in tensors if isinstance(t, tf.IndexedSlices)]
-    reduced = iter(workers.ops.all_reduce(dense) if dense else ())
-    gathered = iter(workers.ops.exchange_rows(slices)[0] if slices else ())
+    with workers.ops.awaited():
+        reduced = iter(workers.ops.all_reduce(dense) if dense else ())
+        gathered = iter(workers.ops.exchange_rows(slices)[0] if slices else ())
     return [
         next(gathered if isinstance(t, tf.IndexedSlices) else reduced) for t in tensors
     ]
@@ -160,6 +167,11 @@ def finish(workers: Workers, reduce_op: Any, total: Any) -> Any:
     return total / tf.cast(workers.replicas, total.dtype)
 
 
+# Of shares of a batch: see `ReplicaLayout`.
+Cuts = tuple[int, ...] | None
+WHOLE = 1 << 20
+
+
 class ReplicaLayout(NamedTuple):
     """The numbers of a worker's replicas.
 
@@ -167,11 +179,14 @@ class ReplicaLayout(NamedTuple):
         first: The number of the worker's first replica over all workers.
         local: The number of the worker's replicas.
         total: The number of all replicas.
+        cuts: The places between their rows, in parts of a batch of which there are
+            `WHOLE`, from 0 to `WHOLE`; None: all replicas get as many rows.
     """
 
     first: int
     local: int
     total: int
+    cuts: Cuts = None
 
 
 class Workers:
@@ -192,6 +207,7 @@ class Workers:
         memories: What the replicas keep of their gradients.
         devices: Canonical names of this worker's devices, as a tuple.
         host: The CPU that these devices belong to.
+        cuts: See `ReplicaLayout`.
         excluding: Whether this worker acts without the others.
         fault: An error raised inside of a graph; TensorFlow passes on only its text.
     """
@@ -211,6 +227,7 @@ class Workers:
         self.compression = options.compression
         self.memories = Memories(options.compression)
         self._shards = options.shards
+        self.cuts: Cuts = None
         self.excluding = False
         self.fault: Exception | None = None
 
@@ -245,7 +262,7 @@ class Workers:
         if self.excluding:
             return ReplicaLayout(0, local, local)
         first = sum(self.job.replicas[: self.communicator.rank])
-        return ReplicaLayout(first, local, sum(self.job.replicas))
+        return ReplicaLayout(first, local, sum(self.job.replicas), self.cuts)
 
     @property
     def data_layout(self) -> ReplicaLayout:

@@ -304,7 +304,7 @@ class SynchronousData:
 
     def own_rows(self, batch: Any) -> Any:
         """Return this worker's rows of a global batch: per replica if several."""
-        first, local, replicas = self._workers.data_layout
+        first, local, replicas, cuts = self._workers.data_layout
         if self.shards and self._workers.size > 1:
             batch = self.verify_or_adopt_batch(batch)
         if replicas == 1:
@@ -316,7 +316,7 @@ class SynchronousData:
         batch = map_tensors(tf.convert_to_tensor, batch)
         rows = count_rows(batch)
         parts = [
-            part_of_batch(batch, rows, first + i, replicas, whole=self.shards)
+            part_of_batch(batch, rows, first + i, replicas, cuts, whole=self.shards)
             for i in range(local)
         ]
         return parts[0] if local == 1 else _tf.regroup(parts)
@@ -454,6 +454,9 @@ class SynchronousData:
     def describe(self) -> str:
         """Describe the workers and their data, for the start-up line."""
         return describe(self._given, self._workers.job.replicas, self._workers.rank)
+
+    def end_epoch(self) -> None:
+        """See `DataHooks.end_epoch`."""
 
     def gather_outputs(self, output: Any) -> Any:
         """Concatenate all workers' outputs along the first dimension."""

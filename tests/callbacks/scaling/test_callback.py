@@ -272,7 +272,8 @@ def check_counts(kind, chief, other, output, folder):
     assert other["slow"].get("figures") is None
     assert figures["busy"]["1"] > SLOW
     if not asynchronous:
-        assert figures["phases"]["compute"] > SLOW / 2
+        # The mean of both, of which one may not sleep; scaled to the window.
+        assert figures["phases"]["compute"] > 0.4 * SLOW
     phases = throttled["phases"]
     assert throttled["step_seconds"] > 0.8 * READ
     # The next batch is read while the step runs.

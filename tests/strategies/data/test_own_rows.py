@@ -11,6 +11,7 @@ from kerasdist._tf.row_pipelines import row_pipeline
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.data.choice import SameBatches
 from kerasdist.strategies.data.own_rows import OwnRows
+from kerasdist.strategies.reduce.workers import WHOLE, ReplicaLayout
 from workers import Workers
 
 AUTO = tf.data.AUTOTUNE
@@ -29,7 +30,7 @@ def ragged(x, y):
     return {"rows": tf.RaggedTensor.from_tensor([tf.range(length)]), "y": y}
 
 
-# First replica of the worker, its replicas, all replicas.
+# First replica of the worker, its replicas, all replicas; places between their rows.
 PIPELINES = [
     (lambda: source().map(decode).batch(8), (2, 1, 4)),
     (lambda: source(9).map(decode).batch(8), (3, 1, 4)),
@@ -40,6 +41,9 @@ PIPELINES = [
     ),
     (lambda: source(10).map(decode).skip(1).repeat(2).batch(3, True), (2, 2, 4)),
     (lambda: source().shuffle(23, seed=4).map(decode).map(ragged).batch(8), (1, 1, 2)),
+    # Shares of different sizes, some of which have no row of the last batch.
+    (lambda: source().map(decode).batch(8), (1, 1, 2, (0, WHOLE // 3, WHOLE))),
+    (lambda: source(9).map(decode).batch(8), (0, 2, 3, (0, 99, WHOLE // 3, WHOLE))),
 ]
 
 
@@ -50,7 +54,8 @@ def test_parts_are_those_of_whole_batches(number):
     pipeline = row_pipeline(make())
     assert not isinstance(pipeline, str), pipeline
     whole = list(slice_dataset(make(), *layout, wrap=same.wrap))
-    own = list(OwnRows(pipeline, layout, same).divide(pipeline.windows))
+    own = OwnRows(pipeline, ReplicaLayout(*layout), same)
+    own = list(own.divide(pipeline.windows))
     assert len(own) == len(whole) > 0
     for ours, theirs in zip(own, whole, strict=True):
         tf.nest.assert_same_structure(ours, theirs)
@@ -72,7 +77,8 @@ def test_only_own_rows_are_made():
     same = SameBatches(None)
 
     def parts(rank):
-        return list(OwnRows(pipeline, (rank, 1, 4), same).divide(pipeline.windows))
+        own = OwnRows(pipeline, ReplicaLayout(rank, 1, 4), same)
+        return list(own.divide(pipeline.windows))
 
     assert [len(parts(rank)) for rank in (1, 2, 3)] == [3, 3, 3]
     with pytest.raises(tf.errors.InvalidArgumentError, match="17"):

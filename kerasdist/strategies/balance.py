@@ -1,0 +1,261 @@
+"""Work by speed: the rows of each batch are divided by the workers' measured speeds.
+
+    epoch 1   worker 0  |compute |................|all-reduce|    rows 42, 43, 43
+              worker 1  |compute     |............|all-reduce|
+              worker 2  |compute                 ||all-reduce|
+    epoch 2   worker 0  |compute            |all-reduce|          rows 73, 37, 18
+              worker 1  |compute           |.|all-reduce|
+              worker 2  |compute            |all-reduce|
+
+A worker's speed is its rows per second from the beginning of a step until it has its
+gradients, when it arrives at the all-reduce, without the time in which layers waited
+for other workers. (A whole step takes all workers as long.)
+At the end of an epoch all workers learn all speeds, and compute the same shares from
+them. The gradient is the mean over the rows of all, however these are divided, so that
+the numbers are those of one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kerasdist._keras import ArrayData, KerasHooks
+from kerasdist.strategies.data.batch_split import ArrayEpochs
+from kerasdist.strategies.measure.step_clock import StepClock
+from kerasdist.strategies.options import Options
+from kerasdist.strategies.reduce.workers import WHOLE, Workers
+from kerasdist.strategies.sync.data import SynchronousData
+from kerasdist.strategies.sync.extended import SynchronousExtended
+from kerasdist.transport import log
+
+# A new division has to save this part of a step, or it isn't worth its pipelines.
+_GAIN = 0.02
+# Rows of a share, of which each batch then has one at least.
+_LEAST = 1.5
+# Of a batch: shares that differ by more weren't used.
+_SLACK = 0.05
+
+
+def check_balance(balance: str | None) -> None:
+    """Check the argument of a strategy.
+
+    Raises:
+        ValueError: It is unknown.
+    """
+    if balance not in (None, "measured"):
+        raise ValueError(
+            "`balance` must be 'measured' or None. Received: "
+            f"balance={balance!r}. With 'measured' faster workers get more rows of "
+            "each batch; None: all get as many."
+        )
+
+
+def speeds_of(
+    rows: Sequence[float], seconds: Sequence[float], before: Sequence[float]
+) -> list[float]:
+    """Return the workers' speeds, in rows per second; 0.0: not known.
+
+    Args:
+        rows: Each worker's rows of a step.
+        seconds: How long each has computed them; 0.0: not measured.
+        before: The speeds that were found before. What is measured now counts as much
+            as these: other work on a machine comes and goes.
+    """
+    speeds = []
+    for n, taken, known in zip(rows, seconds, before, strict=True):
+        now = n / taken if taken > 0 else 0.0
+        speeds.append(math.sqrt(now * known) if now and known else now or known)
+    return speeds
+
+
+def shares_of(speeds: Sequence[float], rows: Sequence[float]) -> list[float] | None:
+    """Return each worker's share of the rows, for which all take as long.
+
+    Args:
+        speeds: See `speeds_of`.
+        rows: Each worker's present rows of a step.
+
+    Returns:
+        The shares, whose sum is 1; None if the present ones are as good.
+    """
+    total = sum(rows)
+    if not total or not all(speeds):
+        return None
+    best = total / sum(speeds)
+    longest = max(n / speed for n, speed in zip(rows, speeds, strict=True))
+    if longest * (1 - _GAIN) <= best:
+        return None
+    # A worker without rows would never be measured again.
+    shares = [max(speed * best, _LEAST) / total for speed in speeds]
+    return [share / sum(shares) for share in shares]
+
+
+def cuts_of(shares: Sequence[float], replicas: Sequence[int]) -> tuple[int, ...]:
+    """Return the places at which a batch is cut, see `ReplicaLayout`.
+
+    Args:
+        shares: Each worker's share of the rows.
+        replicas: Each worker's number of replicas, which divide its share equally.
+    """
+    each = np.repeat(np.divide(shares, replicas), replicas)
+    inner = np.rint(np.cumsum(each)[:-1] * WHOLE).astype(int)
+    return (0, *map(int, inner), WHOLE)
+
+
+def in_words(rows: Sequence[float]) -> str:
+    """Return numbers of rows as text."""
+    return ", ".join(f"{each:.4g}" for each in rows)
+
+
+class Balance:
+    """The division of one strategy's batches.
+
+    Args:
+        workers: The workers, whose `cuts` it sets.
+        clock: Measures this worker's steps.
+    """
+
+    def __init__(self, workers: Workers, clock: StepClock) -> None:
+        self._workers = workers
+        self._clock = clock
+        clock.always = clock.asked = True
+        workers.ops.waited = clock.awaited
+        self._before = clock.arrivals()
+        replicas = workers.job.replicas
+        self._speeds = [0.0] * len(replicas)
+        # The rows by which the shares were to change; None: nothing follows them.
+        self._rows: list[float] | None = []
+        # From the start, because steps are traced for any number of rows then.
+        equal = [each / sum(replicas) for each in replicas]
+        workers.cuts = cuts_of(equal, replicas)
+
+    def end_epoch(self) -> None:
+        """Divide the next batches by the speeds of this epoch; all workers call it."""
+        now = self._clock.arrivals()
+        steps, rows, measured, seconds = np.subtract(now, self._before)
+        self._before = now
+        # Rows are of all steps, the time of those that were measured.
+        mine = [rows / steps, seconds / measured] if steps and measured else [0.0, 0.0]
+        every = self._workers.communicator.all_gather(np.array(mine))
+        found, taken = (list(map(float, column)) for column in zip(*every, strict=True))
+        if self._rows is None or self._is_ignored(found):
+            return
+        self._speeds = speeds_of(found, taken, self._speeds)
+        shares = shares_of(self._speeds, found)
+        if shares is None:
+            return
+        self._workers.cuts = cuts_of(shares, self._workers.job.replicas)
+        self._rows = [share * sum(found) for share in shares]
+        self._tell(
+            "kerasdist: rows of a batch by measured speed, rank by rank: %s "
+            "(this epoch: %s).",
+            *(in_words(self._rows), in_words(found)),
+        )
+
+    def _is_ignored(self, found: list[float]) -> bool:
+        """Return whether the data aren't divided by the shares, and tell that once."""
+        if not self._rows:
+            return False
+        # The last batch of an epoch may be small.
+        slack = 2 + _SLACK * sum(found)
+        pairs = zip(found, self._rows, strict=True)
+        if all(abs(now - then) <= slack for now, then in pairs):
+            return False
+        self._rows = None
+        self._tell(
+            "kerasdist: balance='measured' has no effect on these data: either each "
+            "worker has its own, or one iterator serves several epochs, as with "
+            "`steps_per_epoch`. Rows of this epoch, rank by rank: %s.",
+            in_words(found),
+        )
+        return True
+
+    def _tell(self, line: str, *values: str) -> None:
+        if self._workers.rank == 0:
+            log.log_in_background(logging.INFO, line, *values)
+
+
+class _Divided:
+    """The iterable over this worker's parts of a dataset, for the present shares.
+
+    Args:
+        workers: The workers.
+        divide: Returns the parts for the present layout of the replicas.
+    """
+
+    def __init__(self, workers: Workers, divide: Callable[[], Any]) -> None:
+        self._workers = workers
+        self._divide = divide
+        self._layout = workers.layout
+        self._parts = divide()
+
+    def __iter__(self) -> Iterator[Any]:
+        # Only between two passes: batches are read ahead.
+        if self._layout != self._workers.layout:
+            self._layout = self._workers.layout
+            self._parts = self._divide()
+        return iter(self._parts)
+
+
+class BalancedData(SynchronousData):
+    """See `SynchronousData`; parts are by the workers' shares.
+
+    Attributes:
+        balance: Changes the shares.
+    """
+
+    balance: Balance
+
+    def end_epoch(self) -> None:
+        """See `DataHooks.end_epoch`."""
+        self.balance.end_epoch()
+
+    def describe(self) -> str:
+        """See `DataHooks.describe`."""
+        return f"{super().describe()}, rows by measured speed"
+
+    def array_epochs(
+        self, workers: Workers, data: ArrayData, seed: int, distribute: Any
+    ) -> Any:
+        """Return the iterable over this worker's parts of arrays."""
+        return BalancedArrays(workers, data, seed, distribute)
+
+    def _divide(self, dataset: Any) -> Any:
+        return _Divided(self._workers, partial(super()._divide, dataset))
+
+    def _divide_rows(self, rows: Any) -> Callable[..., Any]:
+        divide = super()._divide_rows
+
+        def divided(windows: Any, head: Any = None) -> Any:
+            return _Divided(self._workers, lambda: divide(rows)(windows, head))
+
+        return divided
+
+
+class BalancedArrays(ArrayEpochs):
+    """See `ArrayEpochs`; each epoch is divided by the present shares."""
+
+    def _reader(self, data: ArrayData) -> Any:
+        return data.pipelines()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.divide()
+        return super().__iter__()
+
+
+class BalancedExtended(SynchronousExtended):
+    """See `SynchronousExtended`; faster workers get more rows."""
+
+    data_class = BalancedData
+
+    def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
+        hooks = super()._make_hooks(options, timer)
+        data: Any = self.data
+        data.balance = Balance(self.workers, timer)
+        return hooks

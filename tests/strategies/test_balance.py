@@ -1,0 +1,222 @@
+"""Rows by measured speed: the numbers are those of one process with any division."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kerasdist.strategies.balance import cuts_of, shares_of, speeds_of
+from kerasdist.strategies.data.batch_split import bounds_of_replica, own_rows
+from kerasdist.strategies.ring import RingStrategy
+from workers import Workers
+
+# What the shares are.
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
+    st.integers(1, 3),
+    st.integers(0, 200),
+    st.integers(1, 70),
+)
+def test_parts_are_all_rows_in_order(sizes, local, samples, batch_size):
+    shares = [size / sum(sizes) for size in sizes]
+    cuts = cuts_of(shares, [local] * len(sizes))
+    total = local * len(sizes)
+    parts = [
+        own_rows(np.arange(samples), batch_size, rank * local, local, total, cuts)
+        for rank in range(len(sizes))
+    ]
+    batches = -(-samples // batch_size)
+    seen = []
+    for batch in range(batches):
+        rows = min(batch_size, samples - batch * batch_size)
+        for rank, (own, bounds) in enumerate(parts):
+            for i in range(batch * local, (batch + 1) * local):
+                replica = rank * local + i % local
+                start, stop = bounds_of_replica(rows, replica, total, cuts)
+                assert bounds[i + 1] - bounds[i] == stop - start
+                seen.extend(own[bounds[i] : bounds[i + 1]])
+    assert seen == list(range(samples))
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=2, max_size=6))
+def test_all_take_as_long_with_their_shares(speeds):
+    rows = [100.0] * len(speeds)
+    shares = shares_of(speeds, rows)
+    if shares is None:
+        assert min(speeds) > 0.97 * sum(speeds) / len(speeds)
+        return
+    assert sum(shares) == pytest.approx(1)
+    if min(speeds) * sum(rows) / sum(speeds) > 2:
+        times = [share / speed for share, speed in zip(shares, speeds, strict=True)]
+        assert max(times) == pytest.approx(min(times))
+    assert min(shares) * sum(rows) > 1
+
+
+def test_a_spike_counts_half_and_a_missing_measurement_changes_nothing():
+    assert speeds_of([10, 10], [0.1, 1.0], [0.0, 0.0]) == [100, 10]
+    assert speeds_of([10, 10], [0.4, 0.0], [100, 10]) == pytest.approx([50, 10])
+    assert shares_of([100, 0.0], [10, 10]) is None
+    assert shares_of([100, 101], [10, 10]) is None
+    slow, fast = shares_of([1, 1e6], [32, 32])
+    assert slow * 64 > 1
+    assert math.isclose(slow + fast, 1)
+
+
+# Two real workers, of which the second one is faster.
+
+SCRIPT = """
+import json, logging, time
+import keras
+import numpy as np
+import tensorflow as tf
+import kerasdist
+
+rows = np.random.default_rng(0).normal(size=(130, 6)).astype("float32")
+sums = rows.sum(1, keepdims=True)
+
+class Slow(keras.layers.Layer):
+    def call(self, x):
+        def wait(y):
+            seen.append(len(y))
+            time.sleep(len(y) * 4e-3 / 8 ** getattr(strategy, "rank", 0))
+            return y
+        y = tf.numpy_function(wait, [x], x.dtype)
+        return x + 0 * tf.stop_gradient(tf.reshape(y, tf.shape(x)))
+
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 5
+    def __getitem__(self, i):
+        return rows[i * 30 :][:30], sums[i * 30 :][:30]
+
+def dataset():
+    return tf.data.Dataset.from_tensor_slices((rows, sums))
+
+KINDS = {
+    "arrays": lambda: dict(x=rows, y=sums, batch_size=30, shuffle=False,
+                           sample_weight=np.linspace(0, 1, 130)),
+    "dataset": lambda: dict(x=dataset().batch(30)),
+    "own rows": lambda: dict(x=dataset().map(lambda a, b: (a * 1, b)).batch(30)),
+    "items": lambda: dict(x=Items(), shuffle=False),
+}
+
+def train(kind):
+    seen.clear()
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([
+            keras.Input((6,)), Slow(), keras.layers.Dense(8, activation="tanh"),
+            keras.layers.BatchNormalization(synchronized=True), keras.layers.Dense(1),
+        ])
+        model.compile(keras.optimizers.Adam(0.01), "mse", weighted_metrics=["mae"])
+    history = model.fit(
+        **KINDS[kind](), epochs=3, verbose=0, validation_batch_size=25,
+        validation_data=(rows[:50], sums[:50]),
+    )
+    found = {
+        "history": history.history,
+        "weights": [w.tolist() for w in model.get_weights()],
+        "seen": seen[:],
+        "predicted": [],
+    }
+    if kind == "arrays":
+        found["predicted"] = model.predict(rows[:40], verbose=0).tolist()
+    return found
+
+seen = []
+"""
+
+JOB = """
+lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
+handler.emit = lambda record: lines.append(record.getMessage())
+logger.addHandler(handler)
+logger.setLevel(logging.INFO)
+strategy = kerasdist.RingStrategy(balance="measured", timeout=60)
+results = {kind: train(kind) for kind in KINDS}
+with strategy.scope():
+    model = keras.Sequential([keras.Input((6,)), Slow(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(dataset().batch(30).repeat(), steps_per_epoch=3, epochs=4, verbose=0)
+print("RESULT", json.dumps(results | {"lines": lines}))
+"""
+ALONE = """
+strategy = tf.distribute.get_strategy()
+print("RESULT", json.dumps({kind: train(kind) for kind in KINDS}))
+"""
+
+
+@pytest.fixture(scope="module")
+def results():
+    with Workers(SCRIPT + JOB, 2, deadline=150) as job:
+        finished = job.succeed()
+    with Workers(SCRIPT + ALONE, 1, deadline=100, env={"TF_CONFIG": None}) as job:
+        alone = job.succeed()
+    return [each.result for each in finished], alone[0].result
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "own rows", "items"])
+def test_numbers_are_those_of_one_process(results, kind):
+    workers, alone = results
+    for worker in workers:
+        for name, expected in alone[kind]["history"].items():
+            found = worker[kind]["history"][name]
+            assert found == pytest.approx(expected, rel=2e-4, abs=2e-5), name
+        for found, expected in zip(
+            worker[kind]["weights"], alone[kind]["weights"], strict=True
+        ):
+            np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-5)
+        np.testing.assert_allclose(
+            worker[kind]["predicted"], alone[kind]["predicted"], rtol=2e-3, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "own rows", "items"])
+def test_faster_workers_get_more_rows(results, kind):
+    slow, fast = (each[kind]["seen"] for each in results[0])
+    # 8 times as fast; other work may hide some of that.
+    assert sum(fast[-10:]) > 2 * sum(slow[-10:])
+
+
+def test_the_shares_are_told_and_data_that_ignore_them(results):
+    lines = results[0][0]["lines"]
+    assert any(
+        "rows of a batch by measured speed, rank by rank" in line for line in lines
+    )
+    ignored = [
+        line for line in lines if "balance='measured' has no effect on these" in line
+    ]
+    assert len(ignored) == 1
+    assert results[0][1]["lines"] == []
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"balance": "auto"}, "must be 'measured' or None. Received: balance='auto'"),
+        ({"elastic": True}, "elastic=True: workers that join or leave"),
+        ({"local_steps": 2}, r"local_steps=LocalSteps\(2\): no step waits"),
+        ({"placement": {}, "devices": ["CPU:0"]}, "a placement, whose stages"),
+        ({"shard": "off"}, "shard='off': each worker has data of its own"),
+    ],
+)
+def test_what_divides_no_batches_is_refused(more, message):
+    with pytest.raises(ValueError, match=message):
+        RingStrategy(**{"balance": "measured", **more})
+
+
+def test_one_worker_has_all_rows():
+    with RingStrategy(balance="measured") as strategy, strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        history = model.fit(np.ones((6, 2)), np.ones((6, 1)), verbose=0)
+    assert len(history.history["loss"]) == 1
