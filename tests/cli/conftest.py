@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,4 +14,16 @@ from launching import Launcher, launcher_in
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     with launcher_in(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def launchers(tmp_path: Path) -> Iterator[list[Launcher]]:
+    """Those of three hosts, which have a secret."""
+    with contextlib.ExitStack() as undo:
+        made = []
+        for host in range(3):
+            (tmp_path / str(host)).mkdir()
+            made.append(undo.enter_context(launcher_in(tmp_path / str(host))))
+            made[-1].env["KERASDIST_SECRET"] = "0123456789abcdef" * 2
         yield made

@@ -29,6 +29,9 @@ def file() -> Iterator[IO[bytes]]:
 def test_a_value_and_its_absence(file: IO[bytes]) -> None:
     """A file that isn't whole has none: its process was killed."""
     assert read_result(file) is None
+    with pytest.raises((TypeError, pickle.PicklingError)):
+        write_value(file.fileno(), [bytes(1_000_000), threading.Lock()])
+    assert read_result(file) is None
     write_value(file.fileno(), None)
     assert read_result(file) == (None,)
     assert read_error(file) is None
@@ -65,9 +68,3 @@ def test_an_error_after_the_disk_was_full(file: IO[bytes]) -> None:
     assert found is not None
     assert (found.stage, found.result) == ("result", "list")
     assert isinstance(found.exception(), OSError)
-
-
-def test_a_value_that_cannot_be_pickled_leaves_nothing(file: IO[bytes]) -> None:
-    with pytest.raises((TypeError, pickle.PicklingError)):
-        write_value(file.fileno(), [bytes(1_000_000), threading.Lock()])
-    assert read_result(file) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
@@ -34,27 +33,19 @@ def test_the_text_has_all_parts(capfd, monkeypatch):
     assert "can't be read" not in text
 
 
-def test_json_has_all_parts(capfd, monkeypatch):
+def test_json_has_all_parts_also_one_that_fails(capfd, monkeypatch):
+    def fail():
+        raise PermissionError(13, "Permission denied", "/proc/meminfo")
+
     monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.setattr(command, "memory", fail)
     assert cli.main(["env", "--json", "--no-tensorflow"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert tuple(found) == ("command", "kerasdist", "ok", "error", *PARTS)
     assert (found["command"], found["ok"], found["error"]) == ("env", True, None)
     assert found["gpus"]["TensorFlow"] == "not asked (--no-tensorflow)"
-    assert found["memory"]["total_bytes"] > 10**8
-    assert found["memory"]["/dev/shm"]["total_bytes"] > 0
+    assert found["memory"]["unreadable"].startswith("PermissionError: [Errno 13] Per")
     assert found["system"]["cores of this process"] >= 1
-
-
-def test_a_part_that_fails_says_why_and_the_others_are_there(monkeypatch, capfd):
-    def fail():
-        raise PermissionError(13, "Permission denied", "/proc/meminfo")
-
-    monkeypatch.setattr(command, "memory", fail)
-    assert cli.main(["env", "--no-tensorflow"]) == 0
-    text = capfd.readouterr().out
-    assert "memory: can't be read: PermissionError: [Errno 13] Permission den" in text
-    assert "limits:\n  open files" in text
 
 
 def test_settings_that_are_wrong_are_a_part_of_the_report():
@@ -79,27 +70,6 @@ def test_the_launcher_and_the_place():
     }
 
 
-def test_tensorflow_is_asked_and_a_broken_one_is_reported(capfd):
-    exec(command.LIST_DEVICES, {})  # here, where it has been imported already
-    answer = capfd.readouterr().out.rpartition("\nDEVICES")[2]
-    assert "CPU:0" in json.loads(answer)["devices"]
-    program = [sys.executable, "-c", "print('\\nDEVICES[1]')"]
-    assert command.gpus(60.0, program)["TensorFlow"] == [1]
-    found = command.gpus(60.0, [sys.executable, "-c", "exit('no module')"])
-    text = found["TensorFlow"]["unreadable"]
-    assert text == "TensorFlow can't be imported (exit code 1): no module"
-
-
-def test_gpus_of_the_driver(tmp_path):
-    folder = tmp_path / "gpus" / "0000:01:00.0"
-    folder.mkdir(parents=True)
-    (folder / "information").write_text("Model: \t NVIDIA A100\nIRQ: 1\n")
-    (tmp_path / "version").write_text("NVRM version: 550.1\nGCC\n")
-    found = command.gpus(0.0, drivers=str(tmp_path))
-    assert found["driver"] == "NVRM version: 550.1"
-    assert found["GPUs of the driver"] == ["NVIDIA A100"]
-
-
 def test_limits_of_control_groups(tmp_path):
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text("1000\n")
@@ -118,11 +88,8 @@ SECRET = "s3cr3t-s3cr3t"
     ("name", "value"),
     [
         ("KERASDIST_SECRET", SECRET),
-        ("SLURM_JWT", SECRET),
         ("TF_API_KEY", SECRET),
         ("CUDA_auth", SECRET),
-        ("TF_PASSWORD_OF_X", SECRET),
-        ("TF_CONFIG", json.dumps({"a": [{"api_token": SECRET}]})),
         ("TF_CONFIG", json.dumps({"tokens": [SECRET, SECRET]})),
         ("TF_CONFIG", json.dumps({"password": f"two {SECRET}"})),
         ("TF_CONFIG", f'{{"password": "two {SECRET}", broken'),

@@ -15,23 +15,21 @@ from kerasdist.cli.run.spawn import JobPorts
 ELASTIC = ElasticOptions(min_workers=1, restarts=1, grace=1.0, size=2, max_workers=2)
 
 
+def ports_of(undo, *, keep):
+    job = JobSpec(
+        **{"size": 2, "servers": 1, "command": (), "environ": {}},
+        **{"log_dir": None, "tagged": False, "cores": ()},
+        elastic=ELASTIC if keep else None,
+    )
+    ports = JobPorts(job)
+    undo.callback(ports.close)
+    return ports, job.tasks
+
+
 @pytest.fixture
-def ports_of():
-    made = []
-
-    def make(*, keep):
-        job = JobSpec(
-            **{"size": 2, "servers": 1, "command": (), "environ": {}},
-            **{"log_dir": None, "tagged": False, "cores": ()},
-            elastic=ELASTIC if keep else None,
-        )
-        ports = JobPorts(job)
-        made.append(ports)
-        return ports, job.tasks
-
-    yield make
-    for ports in made:
-        ports.close()
+def undo():
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 def connects(address):
@@ -41,9 +39,9 @@ def connects(address):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_each_task_has_a_port_that_listens_inside_the_block(ports_of, keep):
+def test_each_task_has_a_port_that_listens_inside_the_block(undo, keep):
     """A kept one is given to no other process."""
-    ports, tasks = ports_of(keep=keep)
+    ports, tasks = ports_of(undo, keep=keep)
     with ports.listen() as sockets:
         addresses = [ports.address(task) for task in tasks]
         assert ports.cluster == {"worker": addresses[:2], "ps": addresses[2:]}
@@ -58,8 +56,8 @@ def test_each_task_has_a_port_that_listens_inside_the_block(ports_of, keep):
                 other.bind(("127.0.0.1", int(address.split(":")[1])))
 
 
-def test_a_task_listens_again_at_its_port_though_connections_linger(ports_of):
-    ports, (task, *_) = ports_of(keep=True)
+def test_a_task_listens_again_at_its_port_though_connections_linger(undo):
+    ports, (task, *_) = ports_of(undo, keep=True)
     with ports.listen() as (server, *_):
         with socket.create_connection(server.getsockname()):
             accepted, _ = server.accept()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kerasdist.cli.run.output import RoleLines
 
 
@@ -35,14 +33,10 @@ def test_the_old_chiefs_line_is_ended():
     assert lines.end() == b"2/10\n"
     assert fed(lines, b"more\n") == b""
     assert lines.flush() == lines.end() == b""
-
-
-@pytest.mark.parametrize("shown", [b"all\n", b""])
-def test_a_line_that_has_an_end_gets_no_other(shown):
-    lines = RoleLines(b"[0] ", is_chief=True)
-    assert fed(lines, shown) == shown
-    assert lines.end() == b""
-    assert fed(lines, b"more\n") == b"[0] more\n"
+    whole = RoleLines(b"[0] ", is_chief=True)
+    assert fed(whole, b"all\n") == b"all\n"
+    assert whole.end() == b""
+    assert fed(whole, b"more\n") == b"[0] more\n"
 
 
 def test_tags_end_with_the_line_in_which_the_role_changes():

@@ -9,8 +9,7 @@ import socket
 
 import pytest
 
-from launching import terminals_of, wait_until_said
-from pace import bound
+from launching import wait_until_said
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -26,56 +25,6 @@ def begin(launcher, *options, script, size=3, **more):
 def kill(launcher, rank, incarnation=0, number=signal.SIGKILL):
     (pid,) = launcher.pids(f"up-{rank}-{incarnation}")
     os.kill(pid, number)
-
-
-# --- losses ---
-
-
-def test_a_signal_to_the_launcher_lets_the_workers_leave(launcher):
-    """They have more time, and their children aren't signalled meanwhile."""
-    script = """
-    import subprocess
-    child = subprocess.Popen(["sleep", "60"])
-    asked = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    mark(f"up-{rank}-0", os.getpid())
-    while not asked:
-        time.sleep(0.01)
-    time.sleep(1)  # longer than in other jobs
-    mark(f"left-{rank}", child.poll())
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
-    """
-    process = begin(launcher, script=script, size=2, quick=True)
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=bound(60))
-    launcher.nothing_runs(within=5.0)
-    assert process.returncode == 143
-    assert err.endswith("kerasdist run: ended by SIGTERM; all workers are ended\n")
-    assert launcher.wait_for("left-0", "left-1") == ["None", "None"]
-
-
-PAUSE = "from kerasdist.cli.run import outcome; outcome.FIRST_PAUSE = 3"
-
-
-def test_a_signal_to_the_launcher_starts_nothing_again(launcher):
-    # Rank 1 lives for longer than the pause before the restart.
-    script = """
-    if rank == 1:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    mark(f"up-{rank}-" + os.environ["KERASDIST_INCARNATION"], os.getpid())
-    wait_for("never")
-    """
-    launcher.env["KERASDIST_GRACE_SECONDS"] = "2"
-    process = begin(launcher, "--restarts", 3, script=script, before=PAUSE)
-    kill(launcher, 0)
-    wait_until_said(process, "started again in 3 s")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=bound(60))
-    launcher.nothing_runs(within=5.0)
-    assert process.returncode == 143
-    assert err == "kerasdist run: ended by SIGTERM; all workers are ended\n"
-    assert not (launcher.folder / "up-0-1").exists()
 
 
 # --- the chief's output ---
@@ -157,7 +106,7 @@ def test_a_restarted_worker_has_its_task_and_its_listening_socket(launcher):
         launcher,
         *("--restarts", 2, "--min-workers", 2, "--log-dir", "logs"),
         script=LISTENING,
-        before=PAUSE,
+        before="from kerasdist.cli.run import outcome; outcome.FIRST_PAUSE = 3",
     )
     assert ask(launcher) == "0"
     kill(launcher, 1)
@@ -183,29 +132,3 @@ def test_a_restarted_worker_has_its_task_and_its_listening_socket(launcher):
     )
     log = launcher.folder / "logs/rank-1.log"
     assert log.read_text() == "output of 1, 0\noutput of 1, 1\n"
-
-
-def test_ctrl_c_on_a_terminal_reaches_a_restarted_chief_once(launcher):
-    script = """
-    incarnation = os.environ["KERASDIST_INCARNATION"]
-    if (rank, incarnation) == (0, "0") and os.fork() == 0:
-        wait_for("never")  # it must not hold the port
-    try:
-        mark(f"up-{rank}-{incarnation}", os.getpid())  # from then on Ctrl-C may come
-        wait_for("never")
-    except KeyboardInterrupt:
-        time.sleep(0.3)  # a second one would break this off
-        mark(f"tidied-{rank}")
-        raise
-    """
-    with terminals_of(launcher) as terminal:
-        opened = terminal(
-            *("-n", 2, "--elastic", "--restarts", 1, "script.py"), script=script
-        )
-        kill(launcher, 0)
-        launcher.wait_for("up-0-1", "up-1-0")
-        os.write(opened.fd, b"\x03")
-        opened.read()
-        assert opened.wait() == 130
-        launcher.wait_for("tidied-0", "tidied-1")
-        launcher.nothing_runs(within=5.0)

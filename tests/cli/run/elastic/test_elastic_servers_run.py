@@ -13,15 +13,8 @@ from launching import wait_until_said
 
 pytestmark = pytest.mark.timeout(90)
 
-# Each task ends when the test wants it; a server says how it was ended.
-SCRIPT = """
-kind = config["task"]["type"]
-mark(f"{kind}-{rank}", os.getpid())
-wait_for(f"end-{kind}")
-"""
 
-
-def begin(launcher, *options, script=SCRIPT, size=2, servers=2, **more):
+def begin(launcher, *options, script, size, servers, **more):
     process = launcher.start(
         *("-n", size, "--ps", servers, "--elastic", *options, "script.py"),
         script=script,
@@ -35,20 +28,6 @@ def begin(launcher, *options, script=SCRIPT, size=2, servers=2, **more):
 def kill(launcher, task):
     (pid,) = launcher.pids(task)
     os.kill(pid, signal.SIGKILL)
-
-
-def test_a_server_is_lost_and_the_other_is_ended_when_no_worker_is_left(launcher):
-    process = begin(launcher, quick=True)
-    kill(launcher, "ps-1")
-    line = wait_until_said(process, "ended by signal")
-    assert line.startswith("kerasdist run: server 1 (HOST)")
-    assert line.endswith("; the others go on\n")
-    kill(launcher, "worker-1")
-    code, _, err = launcher.finish(process, "end-worker")
-    assert code == 0
-    assert err.endswith(
-        "finished: rank 0; lost: rank 1 (SIGKILL), server 1 (SIGKILL)\n"
-    )
 
 
 def test_a_real_job_loses_a_worker_and_a_server(launcher):
@@ -82,7 +61,7 @@ def test_a_real_job_loses_a_worker_and_a_server(launcher):
     job.communicator.barrier()
     job.close()
     """
-    process = begin(launcher, script=script, size=3)
+    process = begin(launcher, script=script, size=3, servers=2)
     launcher.wait_for("connected-0", "connected-1", "connected-2")
     kill(launcher, "worker-0")
     assert "rank 1 is the chief from step" in wait_until_said(process, "the chief")
@@ -99,24 +78,27 @@ def test_a_real_job_loses_a_worker_and_a_server(launcher):
 
 
 def test_sigterm_to_the_launcher_leaves_the_servers_to_the_workers(launcher):
-    script = SCRIPT.replace(
-        'wait_for(f"end-{kind}")',
-        """
-if kind == "worker":
-    def leave(*_):
-        wait_for("checked")
-        sys.exit()
-    signal.signal(signal.SIGTERM, leave)
-mark(f"ready-{kind}-{rank}")
-wait_for("never")
-""",
-    )
-    process = begin(launcher, script=script, quick=True)
-    launcher.wait_for("ready-worker-0", "ready-worker-1")
+    """And the workers' children; they have more time, and nothing is started again."""
+    script = """
+    kind = config["task"]["type"]
+    if kind == "worker":
+        child = subprocess.Popen(["sleep", "60"])
+        def leave(*_):
+            wait_for("checked")
+            mark(f"left-{rank}", child.poll())
+            sys.exit()
+        signal.signal(signal.SIGTERM, leave)
+    mark(f"{kind}-{rank}", os.getpid())
+    mark(f"{kind}-{rank}-" + os.environ["KERASDIST_INCARNATION"])
+    wait_for("never")
+    """
+    options = {"script": script, "size": 3, "servers": 2}
+    process = begin(launcher, "--restarts", 3, **options, quick=True)
+    kill(launcher, "worker-0")
+    wait_until_said(process, "started again in 1 s")
     process.send_signal(signal.SIGTERM)
-    # The workers need servers until they have left.
     with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)
+        process.wait(2.0)
     for server in ("ps-0", "ps-1"):
         (pid,) = launcher.pids(server)
         os.kill(pid, 0)
@@ -126,3 +108,5 @@ wait_for("never")
         143,
         "kerasdist run: ended by SIGTERM; all workers and servers are ended",
     )
+    assert launcher.wait_for("left-1", "left-2") == ["None", "None"]
+    assert not (launcher.folder / "worker-0-1").exists()
