@@ -16,10 +16,7 @@ from pace import bound
     "command",
     [
         ["env", "--no-tensorflow"],
-        ["doctor"],
         ["doctor", "--json", "--timeout", "0"],
-        ["plan", "--json", "no.py:build", "--batch-size", "8"],
-        ["completion", "bash"],
     ],
 )
 def test_a_reader_that_has_enough_ends_it_without_a_traceback(

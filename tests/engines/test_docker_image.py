@@ -14,16 +14,12 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
 def docker(*arguments: str) -> str:
-    done = subprocess.run(
-        ["docker", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=bound(1500),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    """Return the output of a command of Docker's."""
+    command, kept = ["docker", *arguments], subprocess.STDOUT
+    options = {"cwd": ROOT, "timeout": bound(1500), "text": True}
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=kept, check=True, **options
+    ).stdout
 
 
 def test_the_image_trains() -> None:

@@ -20,41 +20,34 @@ _MISSING = [
 
 # A notebook's server, with a user who waits for what is shown.
 DRIVER = """
-import os, queue, sys, time
+import os, threading, time
 from jupyter_client.manager import start_new_kernel
 
 manager, client = start_new_kernel(kernel_name="python3", startup_timeout=60)
 
-def begin(code):
-    return client.execute(code)
+def shown(code, look=lambda text: None):
+    parts = []
 
-def shown(until):
-    # What the cell shows, until a text is there, or the cell has ended.
-    text = ""
-    while until is None or until not in text:
-        message = client.get_iopub_msg(timeout=60)
-        kind, content = message["msg_type"], message["content"]
-        if kind == "stream":
-            text += content["text"]
-        elif kind == "error":
-            text += "\\n".join(content["traceback"])
-        elif kind == "execute_result":
-            text += content["data"]["text/plain"]
-        elif kind == "status" and content["execution_state"] == "idle":
-            if until is None:
-                return text
-    return text
+    def add(message):
+        content = message["content"]
+        lines = content.get("traceback", [content.get("text", "")])
+        parts.extend([*lines, content.get("data", {}).get("text/plain", "")])
+        look("".join(parts))
 
-def pids():  # when both workers are up
-    end = time.monotonic() + 60
+    client.execute_interactive(code, timeout=60, output_hook=add)
+    return "".join(parts)
+
+def when_both_are_up(act):
     while not (os.path.exists("up-0") and os.path.exists("up-1")):
-        if time.monotonic() > end:
-            sys.exit("they didn't come")
         time.sleep(0.01)
-    return [int(open(f"up-{rank}").read()) for rank in range(2)]
+    act()
+
+def look(text):
+    if "step 1 of 0\\n" in text:
+        open("seen", "w").close()
 
 try:
-    begin('''
+    assert shown('''
 import inspect, json, os, time
 import kerasdist
 
@@ -72,38 +65,29 @@ def fail():
     raise LookupError("made")  # here
 
 def hang():
-    with open(f"up-{rank()}.part", "w") as file:
-        file.write(str(os.getpid()))
-    os.rename(f"up-{rank()}.part", f"up-{rank()}")
+    open(f"up-{rank()}", "w").close()
     time.sleep(1000)
-''')
-    assert shown(None) == ""
+''') == ""
 
-    begin("kerasdist.run(wait, n=2)")
-    first = shown("step 1 of 0\\n")
-    open("seen", "w").close()
-    rest = shown(None)
-    assert "step 2\\rstep 3\\n" in rest, rest
+    text = shown("kerasdist.run(wait, n=2)", look)
+    assert "step 2\\rstep 3\\n" in text, text
     # Cells have no file; the workers know their lines.
-    assert rest.endswith("[(0, 1), (1, 1)]"), rest
-    assert "of 1" not in first + rest, first + rest
+    assert text.endswith("[(0, 1), (1, 1)]"), text
+    assert "of 1" not in text, text
 
-    begin("kerasdist.run(fail, n=1)")
-    text = shown(None)
+    text = shown("kerasdist.run(fail, n=1)")
     assert "FunctionError" in text and "LookupError" in text, text
     assert 'raise LookupError("made")  # here' in text, text
 
-    begin("kerasdist.run(hang, n=2)")
-    found = pids()
-    manager.interrupt_kernel()
-    text = shown(None)
+    stop = threading.Thread(target=when_both_are_up, args=[manager.interrupt_kernel])
+    stop.start()
+    text = shown("kerasdist.run(hang, n=2)")
     assert "KeyboardInterrupt" in text, text
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in found)
     os.remove("up-0")
     os.remove("up-1")
 
-    begin("kerasdist.run(hang, n=2)")
-    pids()
+    client.execute("kerasdist.run(hang, n=2)")
+    when_both_are_up(lambda: None)
 finally:
     manager.shutdown_kernel(now=True)
     client.stop_channels()

@@ -17,7 +17,7 @@ import pytest
 from certificates import Authority
 from kerasdist import cli
 from kerasdist.cli import doctor
-from kerasdist.cli.env import find_allocator, gpus
+from kerasdist.cli.env import gpus
 from kerasdist.cluster import Cluster
 from pace import bound
 from workers import free_ports, python_env
@@ -123,52 +123,47 @@ def test_faults_are_named_with_what_to_do(run_doctor, listener, closed):
     assert lost["remedy"].startswith("start the worker there")
 
 
-NODES = ("--nnodes", "2", "--rendezvous", "192.0.2.1:1")
-
-
 @pytest.mark.parametrize(
     ("options", "env", "shown"),
     [
         (
-            (),
+            "",
             {"TF_CONFIG": '{"cluster": {"worker": ["a", "b"]}}'},
-            [
-                "FAULT TF_CONFIG can't be used, for 3 reasons:\n",
-                "            1. cluster['worker'][0] has no port.",
-            ],
+            "FAULT TF_CONFIG can't be used, for 3 reasons:\n            1. cluster",
         ),
+        ("", {"KERASDIST_TLS": "/nope,x,y"}, "encryption:\n  FAULT"),
         (
-            (),
-            {"KERASDIST_TLS": "/nope,x,y"},
-            ["No other host was looked at", "encryption:\n  FAULT"],
-        ),
-        (
-            NODES,
+            "--nnodes 2 --rendezvous 192.0.2.1:1",
             {"KERASDIST_SECRET": "short"},
-            [
-                "FAULT KERASDIST_SECRET is too short.",
-                "WARN  the other hosts weren't met: the secret or the certificates",
-            ],
+            "WARN  the other hosts weren't met: the secret or the certificates",
         ),
     ],
 )
 def test_wrong_settings_dont_stop_the_rest(run_doctor, options, env, shown):
-    code, out, _ = run_doctor(*options, **env)
+    code, out, _ = run_doctor(*options.split(), **env)
     assert code == 1
-    for each in [*shown, "\ndevices:\n"]:
-        assert each in out
+    assert shown in out
+    assert "\ndevices:\n" in out
     assert out.splitlines()[-1].startswith("1 fault")
 
 
-@pytest.mark.parametrize("seconds", ["0", "x", "nan", "inf"])
-def test_a_wrong_timeout(capfd, seconds):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--timeout 0", "must be a number of seconds above 0"),
+        ("--timeout nan", "must be a number of seconds above 0"),
+        ("--python p", "--python p without -H or --hostfile"),
+        ("-H a,a", "Received: a several times"),
+        ("--nnodes 2", "--rendezvous must be"),
+    ],
+)
+def test_wrong_options(capfd, options, said):
     with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["doctor", "--timeout", seconds, "--json"])
+        cli.main(["doctor", "--json", *options.split()])
     out, err = capfd.readouterr()
-    assert "usage: kerasdist doctor" in err
-    assert "must be a number of seconds above 0" in err
     error = json.loads(out)["error"]
     assert error["type"] == "UsageError"
+    assert said in error["message"]
     assert error["message"] in err
 
 
@@ -197,7 +192,6 @@ def test_versions(monkeypatch):
     ("seconds", "code", "said"),
     [
         (60, "import sys; sys.exit('no module')", "be imported (exit code 1): no mod"),
-        (60, "import os; os.abort()", "be imported (exit code -6): no output"),
         (60, "pass", "be imported (exit code 0): no output"),
         (
             1,
@@ -318,44 +312,28 @@ def test_own_port(listener):
         assert levels(found) == ["ok"]
         assert doctor.why_unreachable(free, 5.0) is None
     assert doctor.why_unreachable(free, 5.0) is not None
-    with doctor.own_port(cluster_of(listener), {}) as found:
-        assert levels(found) == ["fault"]
-        assert "ss -ltnp" in found[0].remedy
     # The documentation's network: no machine has an address of it.
     with doctor.own_port(cluster_of("203.0.113.7:1"), {}) as found:
         assert levels(found)[0] in ("warn", "fault")
-        assert "203.0.113.7" in found[0].text
     with doctor.own_port(cluster_of(listener), {"KERASDIST_LISTEN_FD": "3"}) as found:
         assert levels(found) == ["ok"]
 
 
-def test_peers_and_servers(listener, closed):
-    place = {"size": 2, "workers": (closed, "127.0.0.1:1"), "servers": (listener,)}
-    one, two = doctor.check_peers(Cluster(rank=1, **place), 1.5)
-    why = "connection refused: nothing listens there"
-    assert one.level == "fault"
-    assert one.text == f"rank 0 ({closed}) can't be reached: {why}"
-    assert (two.level, two.text) == ("ok", f"server 0 ({listener}) accepts connections")
-    place = {"size": 1, "workers": (listener,), "servers": ("127.0.0.1:1",)}
-    server = Cluster(rank=None, task_type="ps", **place)
-    (found,) = doctor.check_peers(server, 30.0)
-    assert found.text == f"rank 0 ({listener}) accepts connections"
-
-
-def test_a_peer_that_comes_later_is_found():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{server.getsockname()[1]}"
+def test_a_server_looks_for_its_workers_also_for_one_that_comes_later():
+    with socket.socket() as worker:
+        worker.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{worker.getsockname()[1]}"
         reasons = []
 
         def probe(address, seconds):
             reasons.append(doctor.why_unreachable(address, seconds))
-            server.listen()  # after the first look
+            worker.listen()  # after the first look
             return reasons[-1]
 
-        cluster = cluster_of("127.0.0.1:1", address)
-        (found,) = doctor.check_peers(cluster, 20.0, probe)
-        assert found.level == "ok"
+        place = {"size": 1, "workers": (address,), "servers": ("127.0.0.1:1",)}
+        server = Cluster(rank=None, task_type="ps", **place)
+        (found,) = doctor.check_peers(server, 20.0, probe)
+        assert found.text == f"rank 0 ({address}) accepts connections"
         assert reasons == ["connection refused: nothing listens there", None]
 
 
@@ -381,12 +359,3 @@ def test_cores(tmp_path):
     assert found.level == "warn"
     assert found.text.endswith("but this container gets the time of 0.5")
     assert "TF_NUM_INTRAOP_THREADS=1" in found.remedy
-
-
-def test_the_allocator():
-    (found,) = doctor.check_allocator({"LD_PRELOAD": "/usr/lib/libjemalloc.so.2:x.so"})
-    assert found.text == "memory is allocated with jemalloc (LD_PRELOAD)"
-    (found,) = doctor.check_allocator({})
-    library = find_allocator()
-    assert found.level == "ok"
-    assert ("the C library" if library is None else f"{library} is inst") in found.text

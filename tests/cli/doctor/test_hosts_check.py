@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import signal
-from typing import Any
 
 import pytest
 
-from kerasdist import cli
 from launching import Launcher
 from pace import bound
 from workers import free_ports
@@ -99,23 +97,3 @@ def test_a_doctor_does_not_meet_a_job_which_ctrl_c_ends(
     assert job.returncode == 130
     assert "Traceback" not in err
     assert not (launchers[0].folder / "started").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("--python p", ["--python p without -H or --hostfile"]),
-        ("-H a,a", ["each host once", "Received: a several times"]),
-        ("--nnodes 2", ["--rendezvous must be", "several hosts need a secret"]),
-    ],
-)
-def test_options_that_do_not_fit(
-    options: str, words: list[str], capfd: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KERASDIST_SECRET", raising=False)
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["doctor", *options.split()])
-    out, err = capfd.readouterr()
-    assert out == ""
-    for each in words:
-        assert each in err

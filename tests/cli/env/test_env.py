@@ -90,12 +90,11 @@ SECRET = "s3cr3t-s3cr3t"
         ("KERASDIST_SECRET", SECRET),
         ("TF_API_KEY", SECRET),
         ("CUDA_auth", SECRET),
-        ("TF_CONFIG", json.dumps({"tokens": [SECRET, SECRET]})),
-        ("TF_CONFIG", json.dumps({"password": f"two {SECRET}"})),
+        ("TF_CONFIG", json.dumps({"a": [{"tokens": [SECRET, SECRET]}]})),
         ("TF_CONFIG", f'{{"password": "two {SECRET}", broken'),
         ("TF_PROXY", f"http://user:{SECRET}@host:1"),
         ("TF_ARGS", f"--token={SECRET} --x=1"),
-        ("TF_ARGS", f"--client-secret '{SECRET} more'".replace(" '", "='")),
+        ("TF_ARGS", f"--client-secret='{SECRET} more'"),
         ("OMPI_MCA_x", f"password: {SECRET}"),
     ],
 )
@@ -109,10 +108,7 @@ def test_secrets_are_hidden(name, value):
 def test_secrets_are_hidden_wherever_they_stand():
     environ = {"AWS_SECRET_ACCESS_KEY": SECRET, "TF_X": f"a{SECRET}b", "MY_KEY": "a"}
     assert hide_secrets(shown_variables(environ), environ) == {"TF_X": f"a{HIDDEN}b"}
-    assert hide_secrets({"a": [f"/{SECRET}/b"], "n": 1}, environ) == {
-        "a": [f"/{HIDDEN}/b"],
-        "n": 1,
-    }
+    assert hide_secrets([f"/{SECRET}/b", 1], environ) == [f"/{HIDDEN}/b", 1]
 
 
 def test_what_isnt_secret_is_shown():

@@ -18,7 +18,7 @@ import pytest
 from kerasdist import cli
 from kerasdist.cli.env import find_allocator
 from kerasdist.cli.run import command
-from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback
+from kerasdist.cli.run.output import LineTagger, end_of, last_traceback
 from kerasdist.cli.run.spawn import cores_in_order, shares, thread_variables
 from launching import HANG, terminals_of
 from pace import bound
@@ -69,12 +69,8 @@ def test_each_task_has_its_settings_and_its_listening_socket(launcher):
     assert sorted({core for share in cores for core in share}) == mine
     assert ("3 workers share" in err) == (len(mine) < 3)
     library = find_allocator()
-    said = (
-        "no allocator is inst"
-        if library is None
-        else f"workers allocate with {library}"
-    )
-    assert said in err
+    used = "no allocator is inst" if library is None else f"allocate with {library}"
+    assert used in err
     for (kind, index), each in zip(tasks, found, strict=True):
         maps = each.pop("maps")
         assert library is None or os.path.realpath(library) in maps
@@ -548,16 +544,6 @@ def test_the_tagger():
     shown = [tagger.feed(f"\r{second}%".encode(), second) for second in range(13)]
     assert [each for each in shown if each] == [b"[1] 5%\n", b"[1] 10%\n"]
     assert len(LineTagger(b"[1] ").feed(b"x" * 100_000, 0.0)) == 100_005
-
-
-def test_whole_lines_stay_as_they_are():
-    data = b"a\n 1\r 2\r\n" + b"x" * 100_000 + b"\nend"
-    lines = WholeLines()
-    given = [lines.feed(data[i : i + 7], 0.0) for i in range(0, len(data), 7)]
-    assert b"".join(given) + lines.flush() == data
-    assert lines.flush() == b""
-    assert WholeLines().feed(b"a\nb", 0.0) == b"a\n"
-    assert WholeLines().feed(b"bar 1\rbar", 0.0) == b"bar 1\r"
 
 
 def test_the_last_traceback_has_its_causes():

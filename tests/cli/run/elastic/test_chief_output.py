@@ -20,13 +20,6 @@ def test_a_new_chief_shows_what_it_wrote_since_the_old_one_ended():
     assert lines.flush() == b""
 
 
-def test_without_an_end_of_the_old_chief_it_begins_with_the_present_state_of_a_bar():
-    lines = RoleLines(None, is_chief=False)
-    fed(lines, b"epoch 1\n", b"\r1/10", b"\r2/10")
-    assert lines.begin() == b""
-    assert fed(lines, b"\r3/10\r") == b"2/10\r3/10\r"
-
-
 def test_the_old_chiefs_line_is_ended():
     lines = RoleLines(None, is_chief=True)
     assert fed(lines, b"\r1/10\r", b"2/10") == b"\r1/10\r"
@@ -37,14 +30,6 @@ def test_the_old_chiefs_line_is_ended():
     assert fed(whole, b"all\n") == b"all\n"
     assert whole.end() == b""
     assert fed(whole, b"more\n") == b"[0] more\n"
-
-
-def test_tags_end_with_the_line_in_which_the_role_changes():
-    lines = RoleLines(b"[2] ", is_chief=False)
-    assert fed(lines, b"one\ntw") == b"[2] one\n"
-    lines.keep_all()
-    assert lines.begin() == b""
-    assert fed(lines, b"o\n") == b"two\n"
 
 
 def test_what_is_kept_has_a_bound():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,13 +93,14 @@ wait_for("enough")
 """
 
 
-def ask(launcher):
-    """Connect to rank 1, as other workers do; return its answer, or the error."""
+@contextlib.contextmanager
+def asking(launcher):
+    """Connect to rank 1, as other workers do; its answer, or the error."""
     (text,) = launcher.wait_for("environ-1-0")
     with socket.socket() as client:
         client.settimeout(20)
         code = client.connect_ex(("127.0.0.1", json.loads(text)["listens"]))
-        return os.strerror(code) if code else client.recv(100).decode()
+        yield os.strerror(code) if code else client.recv(100).decode()
 
 
 def test_a_restarted_worker_has_its_task_and_its_listening_socket(launcher):
@@ -108,20 +110,24 @@ def test_a_restarted_worker_has_its_task_and_its_listening_socket(launcher):
         script=LISTENING,
         before="from kerasdist.cli.run import outcome; outcome.FIRST_PAUSE = 3",
     )
-    assert ask(launcher) == "0"
-    kill(launcher, 1)
+    with asking(launcher) as answer:
+        assert answer == "0"
+        # It ends first: its side of the connection lingers at its port.
+        kill(launcher, 1)
     assert wait_until_said(process, "ended by signal") == (
         "kerasdist run: rank 1 (HOST) was ended by signal SIGKILL (9), sent by another "
         "process, or by the system when memory ran out; the others go on; it is "
         "started again in 3 s (restart 1 of 2)\n"
     )
     # Until then its port is closed, and no other process gets it.
-    assert ask(launcher) == "Connection refused"
+    with asking(launcher) as answer:
+        assert answer == "Connection refused"
     first, second = map(json.loads, launcher.wait_for("environ-1-0", "environ-1-1"))
     assert second == first
     assert first["KERASDIST_ELASTIC"] == "1"
     assert first["KERASDIST_MIN_WORKERS"] == "2"
-    assert ask(launcher) == "1"
+    with asking(launcher) as answer:
+        assert answer == "1"
     kill(launcher, 2)
     launcher.wait_for("up-2-1")
     code, _, err = launcher.finish(process)

@@ -11,13 +11,12 @@ import pytest
 from ssh import SshHosts
 
 import kerasdist
-from hosts import Hosts
 from kerasdist.errors import ClusterError
 from launching import Launcher
 from pace import bound
 
 pytestmark = pytest.mark.timeout(90)
-_NO_SSH, _NO_HOSTS = SshHosts.available(), Hosts.available()
+_NO_SSH = SshHosts.available()
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 SHOW = f"""
 names = {NAMES!r}
@@ -127,26 +126,6 @@ def test_each_host_divides_its_own(launcher: Launcher) -> None:
         code, _, err = launcher.run(*options, "--python", python, "script.py")
         assert code == 2
         assert f"{names[1]} has 2 GPUs for 3 workers" in err
-
-
-@pytest.mark.skipif(_NO_HOSTS is not None, reason=str(_NO_HOSTS))
-def test_each_launcher_divides_its_own(launcher: Launcher) -> None:
-    """With a rank among all workers, and one among those of the host."""
-    with Hosts(2) as hosts:
-        launcher.env["KERASDIST_SECRET"] = "0123456789abcdef" * 2
-        rendezvous = ("--rendezvous", f"{hosts.address(0)}:29400", "--nnodes", 2)
-        jobs = []
-        for host, (gpus, workers) in enumerate([("0,1", 2), ("0,1,2", 1)]):
-            launcher.prefix = hosts.prefix(host)
-            launcher.env["CUDA_VISIBLE_DEVICES"] = gpus
-            options = ("-n", workers, *rendezvous, "--node-rank", host)
-            jobs.append(launcher.start(*options, "script.py", script=SHOW))
-        assert [job.wait(60) for job in jobs] == [0, 0]
-        assert shown(launcher, "worker-0-0", "worker-1-0", "worker-2-0") == [
-            ["0", "0", "3", "2", "0"],
-            ["1", "1", "3", "2", "1"],
-            ["2", "0", "3", "1", "0,1,2"],
-        ]
 
 
 def visible() -> tuple[str | None, str | None]:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from kerasdist.cli.run.nodes import LocalPart, RendezvousError, meeting
+from kerasdist import cli
+from kerasdist.cli.run import command
+from kerasdist.cli.run.nodes import LocalPart, meeting
 from kerasdist.cli.run.options import NodeOptions
+from kerasdist.transport import log
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from pace import bound
@@ -22,17 +25,28 @@ def options_at(rendezvous: str, count: int) -> NodeOptions:
     return NodeOptions(count=count, rank=0, rendezvous=rendezvous, seconds=60)
 
 
+def test_an_error_of_the_block_is_unchanged() -> None:
+    options = options_at(f"127.0.0.1:{free_ports(1)[0]}", 1)
+    with pytest.raises(PermissionError), meeting(options, 1, 0, SECRET):
+        raise PermissionError("a folder")
+
+
 @pytest.mark.parametrize(
-    ("host", "error", "words"),
+    ("host", "words"),
     [
-        ("127.0.0.1", PermissionError, "a folder"),  # that of the block, unchanged
-        ("192.0.2.1", RendezvousError, "rendezvous at 192"),  # isn't an own address
+        ("127.0.0.1", "1 of 2 hosts are here, after 1 s (--start-timeout)"),
+        ("192.0.2.1", "rendezvous at 192"),  # isn't an own address
     ],
 )
-def test_errors(host: str, error: type[Exception], words: str) -> None:
-    options = options_at(f"{host}:{free_ports(1)[0]}", 1)
-    with pytest.raises(error, match=words), meeting(options, 1, 0, SECRET):
-        raise PermissionError("a folder")
+def test_a_job_that_does_not_start(tmp_path, monkeypatch, said, host, words) -> None:
+    (tmp_path / "script.py").touch()
+    monkeypatch.setenv("KERASDIST_SECRET", SECRET.decode())
+    monkeypatch.delattr(command, "run_supervised")
+    place = ("--rendezvous", f"{host}:{free_ports(1)[0]}", "--start-timeout", "1")
+    options = ("-n", "1", "--nnodes", "2", "--node-rank", "0", *place)
+    assert cli.main(["run", *options, str(tmp_path / "script.py")]) == 1
+    log.flush(None)
+    assert words in said()[-1]
 
 
 def test_who_does_not_fit_is_refused_with_the_reason() -> None:
