@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from launching import Launcher, launcher_in
+from launching import Launcher, Terminal, launcher_in, terminals_of
 
 
 @pytest.fixture
@@ -19,7 +19,6 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 @pytest.fixture
 def launchers(tmp_path: Path) -> Iterator[list[Launcher]]:
-    """Those of three hosts, which have a secret."""
     with contextlib.ExitStack() as undo:
         made = []
         for host in range(3):
@@ -27,3 +26,9 @@ def launchers(tmp_path: Path) -> Iterator[list[Launcher]]:
             made.append(undo.enter_context(launcher_in(tmp_path / str(host))))
             made[-1].env["KERASDIST_SECRET"] = "0123456789abcdef" * 2
         yield made
+
+
+@pytest.fixture
+def terminal(launcher: Launcher) -> Iterator[Callable[..., Terminal]]:
+    with terminals_of(launcher) as start:
+        yield start

@@ -30,9 +30,6 @@ def error_of(environ=None, cluster=None):
     return str(caught.value)
 
 
-# --- without settings ---
-
-
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
 
 
@@ -57,9 +54,6 @@ def test_no_settings_is_one_worker(environ):
     found = resolve(environ=environ)
     assert found == Cluster(rank=0, size=1, source="none")
     assert (found.is_chief, found.address, found.workers) == (True, None, ())
-
-
-# --- TF_CONFIG ---
 
 
 ALL = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["s:1", "s:2"]}
@@ -184,12 +178,7 @@ def test_all_faults_come_in_one_message_which_is_not_long():
     assert len(said) < 2000
 
 
-# --- `cluster=` ---
-
-
 class Resolver:
-    """What kerasdist uses of a ClusterResolver."""
-
     def __init__(self, jobs, *task):
         self._jobs, self._task = jobs, task
         self.task_type = self.task_id = None
@@ -241,9 +230,6 @@ def test_tensorflows_resolvers():
     assert (found.rank, found.workers, found.servers) == (1, ("a:1", "b:1"), ("s:1",))
     resolver.task_id = np.int64(1)
     assert type(resolve(resolver, {}).task_index) is int
-
-
-# --- Slurm ---
 
 
 def step(procid, tasks, nodes, per_node, **more):
@@ -332,8 +318,6 @@ def test_lists_that_are_wrong(expand, text):
         expand(text)
 
 
-# --- MPI ---
-
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}
 # Of a daemon that mpirun started with srun, one on each of two nodes.
@@ -360,8 +344,6 @@ def test_a_process_of_mpirun(environ):
     found = resolve(environ={"PMIX_RANK": "1"})
     assert (found.source, found.needs_mpi) == ("PMIx", True)
 
-
-# --- What comes before what, and what is wrong ---
 
 SLURM = step(1, 4, "n[1-2]", "2(x2)")
 MINE = tf_config(TWO, task("worker", 1))

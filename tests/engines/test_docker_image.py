@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
 
 def docker(*arguments: str) -> str:
-    """Return the output of a command of Docker's."""
     command, kept = ["docker", *arguments], subprocess.STDOUT
     options = {"cwd": ROOT, "timeout": bound(1500), "text": True}
     return subprocess.run(

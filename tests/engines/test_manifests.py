@@ -24,7 +24,6 @@ EXAMPLES = ROOT / "examples"
 MANIFESTS = sorted(EXAMPLES.glob("*.yaml"))
 
 
-# A file, a change in it, and what is said of it.
 FAULTS = [
     ("kubernetes", "parallelism", "paralelism", "'paralelism' was unexpected"),
     ("kubeflow_trainjob", "numNodes", "nodes", "spec.trainer.nodes is unknown"),

@@ -125,7 +125,6 @@ def test_a_job_continues_after_preemption(
 
 
 def test_the_end_of_a_failed_worker(cluster: Cluster) -> None:
-    """The script's error is shown, and the job fails at once."""
     script = cluster.output.parent / "fail.py"
     script.write_text(
         "import kerasdist\n"

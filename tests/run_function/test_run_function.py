@@ -53,9 +53,6 @@ def worker_function():
     return rank
 
 
-# What arrives, and what returns.
-
-
 def test_results_of_closures_by_rank_and_the_chiefs_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -131,9 +128,6 @@ def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> 
     assert launcher.temporary() == []
 
 
-# What goes wrong there.
-
-
 class _Odd(Exception):
     """Can be pickled, but not unpickled."""
 
@@ -167,7 +161,6 @@ def test_the_first_error_is_raised_here(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_elastic_jobs_have_errors_in_the_places_of_results() -> None:
-    """All other ways in which a worker may end."""
     rank, odd = worker_function(), _Odd
 
     def function():
@@ -225,9 +218,6 @@ def test_a_module_that_the_workers_do_not_find_and_no_result(
     words = r"^Rank 0 ended without a result\. Received: exit code 0"
     with pytest.raises(errors.FunctionError, match=words):
         kerasdist.run(os._exit, n=1, args=(0,))
-
-
-# What is refused before anything starts.
 
 
 class _NotPicklable:

@@ -15,7 +15,6 @@ import pytest
 from kerasdist import cli
 from pace import bound
 
-# What is typed at a prompt, and the words that `kerasdist` is called with.
 TYPED = {
     "doct\t": "doctor",
     "run --output \tal\t": "run --output all",
@@ -43,8 +42,6 @@ def need(shell):
 
 
 class Typist:
-    """A shell in a terminal."""
-
     def __init__(self, command, folder):
         self.output = ""
         self.pid, self.fd = pty.fork()

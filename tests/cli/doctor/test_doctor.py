@@ -65,9 +65,6 @@ def tf_config(index, *addresses):
     return json.dumps({"cluster": {"worker": addresses}, "task": task})
 
 
-# --- the command ---
-
-
 def test_all_is_well():
     done = subprocess.run(
         [sys.executable, "-m", "kerasdist", "doctor"],
@@ -165,9 +162,6 @@ def test_wrong_options(capfd, options, said):
     assert error["type"] == "UsageError"
     assert said in error["message"]
     assert error["message"] in err
-
-
-# --- its findings ---
 
 
 def test_versions(monkeypatch):

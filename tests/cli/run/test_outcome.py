@@ -222,8 +222,6 @@ BROKEN = "Traceback (most recent call last):\nValueError: gone"
 
 
 class Played:
-    """A job whose tasks report and end when the test says so."""
-
     def __init__(self, folder, monkeypatch, workers, servers=0, **options):
         self.now = 1000.0
         clock = types.SimpleNamespace(monotonic=lambda: self.now)
@@ -348,7 +346,6 @@ def play(tmp_path, monkeypatch):
 
 @pytest.fixture
 def lines(said):
-    """A function that returns what the launcher has printed."""
 
     def printed():
         log.flush(None)

@@ -20,14 +20,11 @@ from kerasdist.cli.env import find_allocator
 from kerasdist.cli.run import command
 from kerasdist.cli.run.output import LineTagger, end_of, last_traceback
 from kerasdist.cli.run.spawn import cores_in_order, shares, thread_variables
-from launching import HANG, terminals_of
+from launching import HANG
 from pace import bound
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(90)
-
-
-# --- who am I ---
 
 
 def test_each_task_has_its_settings_and_its_listening_socket(launcher):
@@ -99,12 +96,8 @@ def test_each_task_has_its_settings_and_its_listening_socket(launcher):
     assert f"the others' output goes to {Path('logs/rank-1.log')} ... ps-1.log\n" in err
 
 
-# --- what can't be started ---
-
-
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """The jobs that the command would start."""
     jobs = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").touch()
@@ -190,9 +183,6 @@ def test_each_job_has_a_secret_of_its_own_unless_the_user_has_one(started, monke
     assert first.cores == ()
 
 
-# --- output ---
-
-
 def test_logs_are_temporary_and_nothing_is_left_after_success(launcher):
     """The chief's output passes; grandchildren in sessions of their own are ended."""
     code, out, err = launcher.run(
@@ -266,12 +256,6 @@ def test_a_log_is_written_to_no_link_and_waits_for_no_reader(launcher):
         log.unlink()
 
 
-# --- failures ---
-
-
-# --- failures ---
-
-
 def test_the_first_failing_rank_is_shown_and_the_rest_is_ended(launcher):
     code, _, err = launcher.run(
         *("-n", 3, "script.py"),
@@ -302,9 +286,6 @@ def test_the_first_failing_rank_is_shown_and_the_rest_is_ended(launcher):
     assert f"all of its output: {folder / 'rank-1.log'}\n" in err
     assert (folder / "rank-1.log").read_text().endswith("the real reason\n")
     launcher.nothing_runs(within=5.0)
-
-
-# --- tasks that are stopped ---
 
 
 def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
@@ -346,9 +327,6 @@ def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
         "waiting no longer\n" in process.stderr.read()
     )
     assert process.wait(bound(30)) == 1
-
-
-# --- the user ends the job ---
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
@@ -414,38 +392,12 @@ def test_a_second_signal_doesnt_wait_and_an_ignored_one_stays_ignored(launcher):
     assert process.wait(bound(60)) == 130
 
 
-@pytest.fixture
-def terminal(launcher):
-    with terminals_of(launcher) as start:
-        yield start
-
-
-def test_ctrl_c_on_a_terminal(launcher, terminal):
-    opened = terminal(
-        *("-n", 3, "script.py"),
-        script="""
-        try:
-            mark(f"up-{rank}", os.getpid())  # from then on Ctrl-C may come
-            wait_for("never")
-        except KeyboardInterrupt:
-            time.sleep(0.3)  # a second one would break this off
-            mark(f"tidied-{rank}")
-            raise
-        """,
-    )
-    launcher.pids("up-0", "up-1", "up-2")
-    os.write(opened.fd, b"\x03")
-    output = opened.read()
-    assert opened.wait() == 130
-    launcher.wait_for("tidied-0", "tidied-1", "tidied-2")
-    assert output.count("KeyboardInterrupt") == 1
-    launcher.nothing_runs(within=5.0)
-
-
-def test_the_chief_has_the_terminal(launcher, terminal):
+def test_the_chief_has_the_terminal_and_ctrl_c_reaches_each_rank_once(
+    launcher, terminal
+):
     """The launcher's lines come through one that stops what the background writes."""
     opened = terminal(
-        *("-n", 2, "script.py"),
+        *("-n", 3, "script.py"),
         script="""
         import termios
         mark(f"is-{rank}", json.dumps([os.isatty(i) for i in range(3)]))
@@ -456,23 +408,31 @@ def test_the_chief_has_the_terminal(launcher, terminal):
             settings = termios.tcgetattr(0)
             settings[3] |= termios.TOSTOP
             termios.tcsetattr(0, termios.TCSANOW, settings)  # a debugger does this
-            mark("set")
+        try:
+            mark(f"up-{rank}", os.getpid())  # from then on Ctrl-C may come
             wait_for("never")
-        wait_for("set")
-        sys.exit(3)
+        except KeyboardInterrupt:
+            time.sleep(0.3)  # a second one would break this off
+            mark(f"tidied-{rank}")
+            raise
         """,
     )
     launcher.wait_for("asks")
     os.write(opened.fd, b"me\n")
+    launcher.wait_for("up-0", "up-1", "up-2")
+    os.write(opened.fd, b"\x03")
     output = opened.read()
-    assert opened.wait() == 3
+    assert opened.wait() == 130
     assert launcher.wait_for("answer") == ["me"]
     assert json.loads(launcher.wait_for("is-0")[0]) == [True] * 3
     assert json.loads(launcher.wait_for("is-1")[0]) == [False] * 3
     # What is typed may be echoed between the two.
     assert "bar 1\rbar 2\r" in output
     assert "name? " in output
-    assert "rank 1 failed with exit code 3" in output
+    launcher.wait_for("tidied-0", "tidied-1", "tidied-2")
+    assert output.count("KeyboardInterrupt") == 1
+    assert "kerasdist run: ended by SIGINT" in output
+    launcher.nothing_runs(within=5.0)
 
 
 def test_closing_the_terminal_ends_everything(launcher, terminal):
@@ -482,9 +442,6 @@ def test_closing_the_terminal_ends_everything(launcher, terminal):
     opened.fd = os.open(os.devnull, os.O_RDONLY)
     assert opened.wait() == 128 + signal.SIGHUP
     launcher.nothing_runs()
-
-
-# --- somebody kills us ---
 
 
 @pytest.mark.parametrize("victim", ["launcher", "its group", "supervisor", "both"])
@@ -512,9 +469,6 @@ def test_kill_9_leaves_nothing(launcher, victim):
     launcher.nothing_runs()
 
 
-# --- pieces ---
-
-
 def test_cores_are_shared_and_hardware_threads_of_one_stay_together(monkeypatch):
     assert shares([0, 1, 2, 3], 1) == [(0, 1, 2, 3)]
     assert shares([4, 5, 6], 2) == [(4,), (5, 6)]
@@ -527,9 +481,6 @@ def test_cores_are_shared_and_hardware_threads_of_one_stay_together(monkeypatch)
         return f"{core % 2}\n" if path.endswith("core_id") else "0\n"
 
     assert cores_in_order(read) == [0, 2, 1, 3]
-
-
-# --- pieces ---
 
 
 def test_the_tagger():

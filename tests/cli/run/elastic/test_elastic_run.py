@@ -28,8 +28,6 @@ def kill(launcher, rank, incarnation=0, number=signal.SIGKILL):
     os.kill(pid, number)
 
 
-# --- the chief's output ---
-
 # The members report as strategies do.
 LINES = """
 from kerasdist.transport.liveness.launcher_pipe import Reporter
@@ -71,8 +69,6 @@ def test_the_new_chiefs_output_takes_the_place_of_the_old_ones(launcher, output)
         assert "[1] third of 1" in out
 
 
-# --- restarts ---
-
 # The socket of the launcher is in use: the others connect.
 LISTENING = """
 import socket
@@ -95,7 +91,6 @@ wait_for("enough")
 
 @contextlib.contextmanager
 def asking(launcher):
-    """Connect to rank 1, as other workers do; its answer, or the error."""
     (text,) = launcher.wait_for("environ-1-0")
     with socket.socket() as client:
         client.settimeout(20)

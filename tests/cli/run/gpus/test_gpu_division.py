@@ -17,7 +17,6 @@ GPU 1: Tesla V100-PCIE-16GB (UUID: GPU-aaaa1111-1111-2222-3333-444455556666)
 
 
 def driver(folder: Path, text: str) -> dict[str, str]:
-    """Return an environment with an `nvidia-smi` that runs this."""
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)

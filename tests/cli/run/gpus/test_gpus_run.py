@@ -89,7 +89,6 @@ def test_workers_share_the_gpus_and_know_their_ranks(launcher: Launcher) -> None
 
 @pytest.mark.skipif(_NO_SSH is not None, reason=str(_NO_SSH))
 def test_each_host_divides_its_own(launcher: Launcher) -> None:
-    """By its own driver; what the launcher's host has doesn't count."""
     launcher.env["CUDA_VISIBLE_DEVICES"] = "7"
     folder = launcher.folder / "there"
     folder.mkdir()

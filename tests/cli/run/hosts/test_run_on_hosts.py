@@ -145,7 +145,6 @@ def test_a_killed_launcher_leaves_nothing(hosts: SshHosts, launcher: Launcher) -
 
 
 def _other_python(launcher: Launcher) -> str:
-    """Return an interpreter without packages."""
     path = launcher.folder / "python"
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     path.chmod(0o755)
@@ -153,7 +152,6 @@ def _other_python(launcher: Launcher) -> str:
 
 
 def test_hosts_that_cannot_be_used(hosts: SshHosts, launcher: Launcher) -> None:
-    """All faults at once, and nothing is started."""
     names = (hosts.address(1), "no-such-host.invalid")
     options = ("-H", ",".join(names), "--ssh", hosts.ssh)
     code, out, err = launcher.run(
@@ -171,7 +169,6 @@ NO_DEVICES = "from kerasdist.cli import doctor; doctor.check_devices = lambda _:
 
 
 def doctor(launcher: Launcher, *options: str) -> tuple[int, list[dict[str, str]]]:
-    """Return the exit code and the findings of `kerasdist doctor`."""
     launcher.verb = "doctor"
     code, out, err = launcher.run(*options, "--json", before=NO_DEVICES)
     assert "Traceback" not in err
@@ -198,7 +195,6 @@ def test_the_doctor_asks_the_hosts(hosts: SshHosts, launcher: Launcher) -> None:
 def test_the_doctor_names_hosts_that_do_not_fit(
     hosts: SshHosts, launcher: Launcher
 ) -> None:
-    """One isn't there, and two don't reach each other."""
     first, second = hosts.address(1), hosts.address(2)
     (launcher.folder / "hosts.txt").write_text(f"{first}\n{second}\n10.77.0.200\n")
     options = ("--hostfile", "hosts.txt", "--timeout", "1")
@@ -260,7 +256,6 @@ job.communicator.barrier()
 
 
 def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None:
-    """The last one, on two hosts."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = text.split("## Several machines")[1].split("bash\n")[1].split("```")[0]
     shown = [shlex.split(line) for line in block.splitlines()]
@@ -277,7 +272,6 @@ def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None
 
 
 def test_a_lost_worker_of_an_elastic_job(hosts: SshHosts, launcher: Launcher) -> None:
-    """It is started again on its host, at its address."""
     script = """
     mark(f"up-{rank}-" + os.environ["KERASDIST_INCARNATION"], os.getpid())
     address = config["cluster"]["worker"][rank].rpartition(":")[0]

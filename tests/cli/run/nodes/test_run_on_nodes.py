@@ -33,7 +33,6 @@ def _on_their_hosts(hosts: Hosts, launchers: list[Launcher]) -> None:
 
 
 def nodes(hosts: Hosts, count: int, rank: int | None = None) -> list[str]:
-    """Return the options of one launcher."""
     options = ["--nnodes", str(count), "--rendezvous", f"{hosts.address(0)}:29400"]
     return options if rank is None else [*options, "--node-rank", str(rank)]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from launching import terminals_of
-
 pytestmark = pytest.mark.timeout(90)
 
 NOISE = (
@@ -61,11 +59,10 @@ def test_the_users_level_and_the_option_win(launcher, option, level):
     assert (NOISE in err) == (level != "2")
 
 
-def test_on_a_terminal_it_is_one_with_the_same_size(launcher):
-    with terminals_of(launcher) as terminal:
-        opened = terminal("-n", 2, "script.py", script=SCRIPT)
-        output = opened.read()
-        assert opened.wait() == 0
+def test_on_a_terminal_it_is_one_with_the_same_size(launcher, terminal):
+    opened = terminal("-n", 2, "script.py", script=SCRIPT)
+    output = opened.read()
+    assert opened.wait() == 0
     assert output.count(NOISE) == 1
     assert "mine 0, 1\r\n" in output
     assert "after\r\n" in output

@@ -56,7 +56,7 @@ def shown(*pieces, environ=None):
 def test_only_lines_of_the_start_are_taken_out():
     halves = [half for each in START for half in (each[:40], f"{each[40:]}\n")]
     assert shown(*halves) == ""
-    both = [each for pair in zip(START, OTHERS, strict=True) for each in pair]
+    both = [each for pair in zip(START, OTHERS, strict=False) for each in pair]
     left = "".join(f"{each}\n" for each in OTHERS)
     assert shown("".join(f"{each}\n" for each in both)) == left
 
