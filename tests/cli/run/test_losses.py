@@ -36,6 +36,10 @@ client = connect_servers(
 table = client.open_table([Variable(name="v", shape=(4,))], [np.zeros(4, "f4")])
 table.push_pull([np.ones(4, "f4")])
 mark(f"going-{rank}")
+if sys.argv[1:]:
+    client.close(ValueError("the real reason"))
+    wait_for_end(Path("pid-ps-0").read_text())
+    os._exit(6)
 while not Path("enough").exists():
     table.push_pull([np.ones(4, "f4")])
     time.sleep(0.005)
@@ -64,6 +68,19 @@ def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
     )
     code, _, err = launcher.finish(process)
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
+
+
+def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher):
+    """The worker fails, and takes its time to end. The server ends before it."""
+    code, _, err = launcher.run(
+        *("-n", 1, "--ps", 1, "script.py", "fail"),
+        script=script_of(),
+        before="from kerasdist.cli.run import supervisor as s; "
+        "s.LET_THEM_FAIL = s.LET_CAUSE_END = 40",
+    )
+    assert code == 6, err
+    assert "rank 0 failed with exit code 6; the other workers and servers" in err
+    assert "afterwards server 0 failed with exit code 1" in err
 
 
 def by_hand(launcher, kind, index):
