@@ -27,20 +27,16 @@ def need_package(name: str) -> None:
 
 @contextmanager
 def running(
-    *command: str | Path, tag: str, env: Mapping[str, str] = {}, cwd: Path = ROOT
+    *command: str | Path, tag: str, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a command in that environment; whatever it has started ends with it.
 
-    Args:
-        command: The command.
-        tag: By which its processes are known; one word, of this test alone.
-        env: More variables.
-        cwd: Its working folder.
+    Its processes are known by the tag, which is of this test alone.
     """
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     process = subprocess.Popen(
         list(map(str, command)),
-        cwd=cwd,
+        cwd=ROOT,
         env=python_env({"PATH": path, TAG: tag, **env}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -18,7 +18,6 @@ import pytest
 from kerasdist import cli
 from kerasdist.cli.env import find_allocator
 from kerasdist.cli.run import command
-from kerasdist.cli.run.output import LineTagger, end_of, last_traceback
 from kerasdist.cli.run.spawn import cores_in_order, shares, thread_variables
 from launching import HANG
 from pace import bound
@@ -481,42 +480,3 @@ def test_cores_are_shared_and_hardware_threads_of_one_stay_together(monkeypatch)
         return f"{core % 2}\n" if path.endswith("core_id") else "0\n"
 
     assert cores_in_order(read) == [0, 2, 1, 3]
-
-
-def test_the_tagger():
-    """It doesn't care how output is cut, and shows long progress now and then."""
-    data = b"a\nb\r\n\n1\r2\r3\n\r    \rx\ny\r  \r\nend"
-    for size in (1, 3, 1000):
-        tagger = LineTagger(b"[1] ")
-        pieces = [data[i : i + size] for i in range(0, len(data), size)]
-        result = b"".join(tagger.feed(piece, 0.0) for piece in pieces) + tagger.flush()
-        assert result == b"[1] a\n[1] b\n[1]\n[1] 3\n[1] x\n[1] end\n"
-        assert tagger.flush() == b""
-    shown = [tagger.feed(f"\r{second}%".encode(), second) for second in range(13)]
-    assert [each for each in shown if each] == [b"[1] 5%\n", b"[1] 10%\n"]
-    assert len(LineTagger(b"[1] ").feed(b"x" * 100_000, 0.0)) == 100_005
-
-
-def test_the_last_traceback_has_its_causes():
-    begin = "Traceback (most recent call last):\n"
-    first, second, third = (f"{begin}  line\nValueError: {i}\n" for i in range(3))
-    during = "\nDuring handling of the above exception, another exception occurred:\n\n"
-    direct = (
-        "\nThe above exception was the direct cause of the following exception:\n\n"
-    )
-    chain = f"{first}{during}{second}{direct}{third}"
-    assert last_traceback(f"before\n{third}text\n{chain}") == chain.rstrip()
-    group = "x\n  + Exception Group Traceback (most recent call last):\n  | y"
-    assert last_traceback(group) == group[2:]
-    assert last_traceback("no traceback") is None
-
-
-def test_the_end_of_an_output():
-    text = "\n".join(map(str, range(100)))
-    assert end_of(text).splitlines() == [str(i) for i in range(80, 100)]
-    long = "Traceback (most recent call last):\n" + "x\n" * 1000 + "ValueError: 1"
-    lines = end_of(long).splitlines()
-    assert len(lines) == 201
-    assert lines[100] == "  [... 802 lines]"
-    assert lines[-1] == "ValueError: 1"
-    assert end_of("") == ""

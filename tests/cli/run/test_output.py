@@ -1,8 +1,88 @@
-"""TensorFlow's lines at its start are taken out; all others are shown."""
+"""What the launcher shows of its tasks' output, without processes."""
 
 from __future__ import annotations
 
-from kerasdist.cli.run.output import LineTagger, StartUpLines
+from kerasdist.cli.run.output import (
+    LineTagger,
+    RoleLines,
+    StartUpLines,
+    end_of,
+    last_traceback,
+)
+
+
+def fed(lines, *pieces):
+    return b"".join(lines.feed(piece, 0.0) for piece in pieces)
+
+
+def test_the_tagger():
+    """It doesn't care how output is cut, and shows long progress now and then."""
+    data = b"a\nb\r\n\n1\r2\r3\n\r    \rx\ny\r  \r\nend"
+    for size in (1, 3, 1000):
+        tagger = LineTagger(b"[1] ")
+        pieces = [data[i : i + size] for i in range(0, len(data), size)]
+        result = fed(tagger, *pieces) + tagger.flush()
+        assert result == b"[1] a\n[1] b\n[1]\n[1] 3\n[1] x\n[1] end\n"
+        assert tagger.flush() == b""
+    shown = [tagger.feed(f"\r{second}%".encode(), second) for second in range(13)]
+    assert [each for each in shown if each] == [b"[1] 5%\n", b"[1] 10%\n"]
+    assert len(LineTagger(b"[1] ").feed(b"x" * 100_000, 0.0)) == 100_005
+
+
+def test_the_last_traceback_has_its_causes():
+    begin = "Traceback (most recent call last):\n"
+    first, second, third = (f"{begin}  line\nValueError: {i}\n" for i in range(3))
+    during = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    direct = (
+        "\nThe above exception was the direct cause of the following exception:\n\n"
+    )
+    chain = f"{first}{during}{second}{direct}{third}"
+    assert last_traceback(f"before\n{third}text\n{chain}") == chain.rstrip()
+    group = "x\n  + Exception Group Traceback (most recent call last):\n  | y"
+    assert last_traceback(group) == group[2:]
+    assert last_traceback("no traceback") is None
+
+
+def test_the_end_of_an_output():
+    text = "\n".join(map(str, range(100)))
+    assert end_of(text).splitlines() == [str(i) for i in range(80, 100)]
+    long = "Traceback (most recent call last):\n" + "x\n" * 1000 + "ValueError: 1"
+    lines = end_of(long).splitlines()
+    assert len(lines) == 201
+    assert lines[100] == "  [... 802 lines]"
+    assert lines[-1] == "ValueError: 1"
+    assert end_of("") == ""
+
+
+def test_a_new_chief_shows_what_it_wrote_since_the_old_one_ended():
+    lines = RoleLines(None, is_chief=False)
+    assert fed(lines, b"before\nat the ", b"same time") == b""
+    assert lines.keep_all() == b""
+    assert fed(lines, b" as it ended\nafter", b"wards\nno ") == b""
+    assert lines.begin() == b"at the same time as it ended\nafterwards\n"
+    assert lines.begin() == b""
+    assert fed(lines, b"end\n") == b"no end\n"
+    assert lines.flush() == b""
+
+
+def test_the_old_chiefs_line_is_ended():
+    lines = RoleLines(None, is_chief=True)
+    assert fed(lines, b"\r1/10\r", b"2/10") == b"\r1/10\r"
+    assert lines.end() == b"2/10\n"
+    assert fed(lines, b"more\n") == b""
+    assert lines.flush() == lines.end() == b""
+    whole = RoleLines(b"[0] ", is_chief=True)
+    assert fed(whole, b"all\n") == b"all\n"
+    assert whole.end() == b""
+    assert fed(whole, b"more\n") == b"[0] more\n"
+
+
+def test_what_is_kept_has_a_bound():
+    lines = RoleLines(None, is_chief=False)
+    lines.keep_all()
+    fed(lines, *[b"x" * 1000 + b"\n"] * 1000)
+    assert len(lines.begin()) <= 64 * 1024
+
 
 # As TensorFlow 2.16 to 2.21 write them.
 STUB = (
@@ -49,8 +129,8 @@ OTHERS = [
 
 def shown(*pieces, environ=None):
     lines = StartUpLines(environ or {})
-    fed = [lines.feed(each.encode(), 0.0) for each in pieces]
-    return (b"".join(fed) + lines.flush()).decode()
+    found = fed(lines, *(each.encode() for each in pieces)) + lines.flush()
+    return found.decode()
 
 
 def test_only_lines_of_the_start_are_taken_out():
