@@ -15,14 +15,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _HERE = "tests/engines"
 ENGINES = {
-    "Ray": f"{_HERE}/test_ray_train.py",
-    "Spark": f"{_HERE}/test_spark_barrier.py",
+    "Ray": f"{_HERE}/test_ray_and_spark.py::test_ray",
+    "Spark": f"{_HERE}/test_ray_and_spark.py::test_spark "
+    f"{_HERE}/test_ray_and_spark.py::test_sparks_distributor",
     "Slurm": f"{_HERE}/test_slurm_jobs.py",
     "MPI": "tests/collectives/backends/test_mpi.py"
     "::test_training_needs_no_other_settings",
     "ssh": "tests/cli/run/hosts/test_run_on_hosts.py::test_the_commands_of_the_readme",
     "Kubernetes": f"{_HERE}/test_manifests.py",
-    "Docker": f"{_HERE}/test_docker_image.py",
+    "Docker": f"{_HERE}/test_manifests.py::test_the_image_trains",
 }
 _DEADLINE = 1800.0
 
@@ -34,7 +35,7 @@ def run(tests: str) -> tuple[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "CI"}
     try:
         done = subprocess.run(
-            [*command, "-o", "faulthandler_timeout=0", tests],
+            [*command, "-o", "faulthandler_timeout=0", *tests.split()],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,

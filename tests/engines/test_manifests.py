@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,27 @@ def test_the_settings_that_a_script_makes_on_sagemaker(
         place = resolve(environ={"TF_CONFIG": os.environ["TF_CONFIG"]})
         assert (place.rank, place.size) == (rank, 2)
         assert place.address == f"{host}:12345"
+
+
+def docker(*arguments: str) -> str:
+    command, kept = ["docker", *arguments], subprocess.STDOUT
+    options = {"cwd": ROOT, "timeout": bound(1500), "text": True}
+    return subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=kept, check=True, **options
+    ).stdout
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_image_trains() -> None:
+    if shutil.which("docker") is None:
+        pytest.skip("Docker isn't installed")
+    engine = ["docker", "info"]
+    if subprocess.run(engine, capture_output=True, check=False).returncode:
+        pytest.skip("no Docker engine answers")
+    image = docker("build", "-q", "-f", "examples/Dockerfile", ".").strip()
+    try:
+        output = docker("run", "--rm", "--init", image)
+    finally:
+        docker("rmi", "-f", image)
+    assert "weights bit-equal on all workers: True" in output

@@ -88,11 +88,11 @@ def test_results_of_closures_by_rank_and_the_chiefs_output(
             "folder": os.getcwd(),
             "arguments": sys.argv,
             "python_path": os.environ.get("PYTHONPATH"),
+            "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
         }, np.arange(2_000_000.0) * rank()  # 16 MB
 
-    found = kerasdist.run(
-        function, 2, args=(2,), kwargs={"plus": 1}, env={"OTHER": "too"}
-    )
+    more = {"OTHER": "too", "CUDA_VISIBLE_DEVICES": "4,5,6"}
+    found = kerasdist.run(function, 2, args=(2,), kwargs={"plus": 1}, env=more, gpus=1)
     for each, (settings, big) in enumerate(found):
         np.testing.assert_array_equal(big, np.arange(2_000_000.0) * each)
         assert settings == {
@@ -101,6 +101,7 @@ def test_results_of_closures_by_rank_and_the_chiefs_output(
             "folder": str(tmp_path),
             "arguments": ["script", "--flag"],
             "python_path": os.environ.get("PYTHONPATH"),
+            "gpus": "45"[each],
         }
     out, err = capsys.readouterr()
     assert out == "I am 0 ünïcödé\n"
@@ -248,6 +249,7 @@ class _NotPicklable:
         ({"elastic": 1}, TypeError, "`elastic` must be True or False"),
         ({"restarts": 1}, errors.ClusterError, ".*--restarts 1 without --elastic"),
         ({"hosts": 3}, TypeError, "`hosts` must be a text or a list of texts"),
+        ({"gpus": True}, TypeError, "`gpus` must be a text or an integer"),
         ({"output": "some"}, ValueError, "`output` must be one of"),
         ({"log_dir": 3}, TypeError, "`log_dir` must be a text"),
         ({"env": {"A=": ""}}, ValueError, "`env` has names or values that no env"),

@@ -1,9 +1,10 @@
-"""`kerasdist run` with servers: who is lost, in real jobs; see `test_outcome.py`."""
+"""`kerasdist run`: who is lost or to blame, in real jobs; see `test_outcome.py`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -93,26 +94,103 @@ def by_hand(launcher, kind, index):
     return launcher.start_plain("script.py", env=environ)
 
 
-def test_lost_ones_may_be_started_again_by_hand(launcher):
+def test_another_process_may_take_a_lost_workers_place(launcher):
+    process = begin(launcher, script_of())
+    (pid,) = launcher.pids("pid-worker-1")
+    os.kill(pid, signal.SIGKILL)
+    wait_until_said(process, "rank 1 was lost: ")
+    (launcher.folder / "going-1").unlink()
+    second = by_hand(launcher, "worker", 1)
+    launcher.wait_for("going-1")
+    wait_until_said(process, "rank 1 joined again")
+    assert launcher.finish(process) == (0, "", "")
+    assert second.wait(bound(20)) == 0
+
+
+def test_a_lost_server_may_be_started_again(launcher):
     settings = {
         "snapshot_dir": str(launcher.folder / "snapshots"),
         "snapshot_updates": 5,
         "restart_timeout": 30.0,
     }
     process = begin(launcher, script_of(**settings))
-    worker, server = launcher.pids("pid-worker-1", "pid-ps-0")
+    (first,) = launcher.pids("pid-ps-0")
+    path = path_of(settings["snapshot_dir"], 0)
+    wait_until(path.exists, "a snapshot")
+    os.kill(first, signal.SIGKILL)
+    line = wait_until_said(process, "server 0 was lost: ")
+    assert line.endswith("; the workers wait 30 s for it to be started again\n")
+    second = by_hand(launcher, "ps", 0)
+    wait_until(
+        lambda: launcher.pids("pid-ps-0") == [second.pid], "the server's own file"
+    )
+    (worker,) = launcher.pids("pid-worker-1")
     os.kill(worker, signal.SIGKILL)
     wait_until_said(process, "rank 1 was lost: ")
     (launcher.folder / "going-1").unlink()
-    second = by_hand(launcher, "worker", 1)
+    third = by_hand(launcher, "worker", 1)
     launcher.wait_for("going-1")
-    wait_until_said(process, "rank 1 joined again")
-    snapshot = path_of(settings["snapshot_dir"], 0)
-    snapshot.unlink(missing_ok=True)
-    wait_until(snapshot.exists, "a snapshot that knows of the new one")
-    os.kill(server, signal.SIGKILL)
-    line = wait_until_said(process, "server 0 was lost: ")
-    assert line.endswith("; the workers wait 30 s for it to be started again\n")
-    third = by_hand(launcher, "ps", 0)
-    assert launcher.finish(process) == (0, "", "")
-    assert [each.wait(bound(20)) for each in (second, third)] == [0, 0]
+    code, _, err = launcher.finish(process)
+    # The new server has no launcher to tell that the worker's place was taken.
+    assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
+    assert third.wait(bound(20)) == 0
+    assert second.wait(bound(20)) == 0
+
+
+@pytest.mark.parametrize("output", ["chief", "all"])
+def test_the_cause_is_shown_first_however_late_its_process_ends(launcher, output):
+    """The others' own errors follow from it; a hook of the script's own stays."""
+    script = """
+import atexit, itertools
+import numpy as np
+import kerasdist.cluster
+from kerasdist.collectives import connect
+from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
+from kerasdist.transport.deadline import Timeouts
+
+job = connect(kerasdist.cluster.resolve(), timeouts=Timeouts(heartbeat=30.0))
+mark(f"up-{rank}", os.getpid())
+
+def steps(count=None):
+    for step in itertools.count() if count is None else range(count):
+        job.communicator.all_reduce([np.ones(100, np.float32)])
+
+if rank == 2:
+    sys.excepthook = lambda *error: print("my hook:", error[0].__name__)
+hand_over_final_error()
+
+def tidy_up():
+    # As TensorFlow does: the process goes on when kerasdist has left already.
+    for other in (0, 2):
+        wait_for_end(Path(f"up-{other}").read_text())
+    time.sleep(1.0)  # longer than the launcher waits for others
+    os._exit(9)
+
+if rank == 1:
+    wait_for("up-0"), wait_for("up-2")
+    # Handlers run in the reverse order: leaving as a strategy does comes first.
+    atexit.register(tidy_up)
+    atexit.register(lambda: job.close(getattr(sys, "last_value", None)))
+    steps(5)
+    raise ValueError("the real reason")
+steps()
+"""
+    code, out, err = launcher.run(
+        *("-n", 3, "--output", output, "script.py"),
+        script=script,
+        before="from kerasdist.cli.run import supervisor as s; "
+        "s.LET_THEM_FAIL = 0.5; s.LET_CAUSE_END = 60",
+    )
+    assert code == 9, err
+    assert "rank 1 failed with exit code 9; the other workers were ended" in err
+    shown = err[err.index("the end of rank 1's output:") :]
+    assert re.search(r"^Traceback [^\0]*\nValueError: the real reason$", shown, re.M)
+    text = out + err
+    assert "WorkerLost: Rank 1 " not in text[: text.index("ValueError: the real")]
+    after = "kerasdist run: afterwards rank {} failed with exit code 1"
+    assert f"{after.format(0)}: kerasdist.errors.WorkerLost: Rank 1 " in err
+    assert f"{after.format(2)}\n" in err
+    if output == "all":
+        assert "[2] my hook: WorkerLost\n" in out
+    else:
+        assert err.count("Traceback") == 1, err

@@ -17,7 +17,7 @@ from kerasdist.cli.run.options import ElasticOptions
 from kerasdist.cli.run.output import JobOutput
 from kerasdist.cli.run.spawn import Started
 from kerasdist.transport import log
-from kerasdist.transport.liveness.failure_protocol import FinalError
+from kerasdist.transport.liveness.failure_protocol import EndedTasks, FinalError
 from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter
 
 # Each begins with its name and the number of workers, maybe of servers, and the options
@@ -421,6 +421,15 @@ def test_who_still_runs_in_an_elastic_job(play):
     for event in ("rank 0 ends -9", "rank 1 ends -9"):
         played.happen(event)
         assert not played.outcome.only_servers_running  # they wait for rank 0
+
+
+def test_workers_read_who_has_ended_for_good(play):
+    played = play(3, restarts=1)
+    read = EndedTasks(played.outcome.environ).read
+    played.happen("rank 1 ends -9")
+    assert read() == frozenset()  # it is started again
+    played.happen("rank 0 ends -9")
+    assert read() == {0}
 
 
 def test_the_pause_before_a_restart_grows_up_to_a_minute():

@@ -1,6 +1,12 @@
-"""What the launcher shows of its tasks' output, without processes."""
+"""What `kerasdist run` shows of its tasks' output, and keeps on a disk that is full."""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+
+import pytest
 
 from kerasdist.cli.run.output import (
     LineTagger,
@@ -9,6 +15,9 @@ from kerasdist.cli.run.output import (
     end_of,
     last_traceback,
 )
+from pace import bound
+
+pytestmark = pytest.mark.timeout(90)
 
 
 def fed(lines, *pieces):
@@ -165,3 +174,116 @@ def test_a_tag_stands_before_each_line_that_is_left():
     lines = StartUpLines({}, LineTagger(b"[1] "))
     assert lines.feed(f"{STUB}\nhello\nI0000 00".encode(), 0.0) == b"[1] hello\n"
     assert lines.flush() == b"[1] I0000 00\n"
+
+
+NOISE = START[0].removesuffix("STDERR")
+# Writes as TensorFlow does, and creates no strategy.
+SCRIPT = f"""
+import kerasdist.transport.liveness.launcher_pipe as launcher_stderr
+noise = {NOISE!r} + "STDERR\\n"
+before = os.fstat(2).st_ino
+level = os.environ["TF_CPP_MIN_LOG_LEVEL"]
+os.write(2, (noise + f"mine {{rank}}, {{level}}\\n").encode())
+size = os.get_terminal_size(2) if os.isatty(2) else None
+mark(f"tty-{{rank}}", [os.isatty(2), size])
+if rank == 0:
+    launcher_stderr.take_stderr()
+    launcher_stderr.take_stderr()
+    mark("differs", os.fstat(2).st_ino != before)
+    os.write(2, b"after\\n" + noise.encode())
+print("KERASDIST_STDERR_FD" in os.environ, flush=True)
+"""
+
+
+@pytest.fixture
+def launcher(launcher):
+    launcher.env.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    return launcher
+
+
+def test_the_start_is_quiet_and_the_rest_is_written_by_the_chief_itself(launcher):
+    code, out, err = launcher.run(
+        "-n", 2, "--output", "all", "script.py", script=SCRIPT
+    )
+    assert code == 0
+    # What is written after the start isn't looked at any more.
+    assert sorted(err.splitlines()) == [NOISE + "STDERR", "after", "mine 0, 1"]
+    assert sorted(out.splitlines()) == ["True", "[1] False", "[1] mine 1, 1"]
+    assert launcher.wait_for("differs") == ["True"]
+    launcher.nothing_runs()
+
+
+@pytest.mark.parametrize(("option", "level"), [("--tensorflow-log", ""), ("--", "2")])
+def test_the_users_level_and_the_option_win(launcher, option, level):
+    """An error before any strategy is shown."""
+    if level:
+        launcher.env["TF_CPP_MIN_LOG_LEVEL"] = level
+    script = f"""
+        os.write(2, {NOISE!r}.encode() + b"STDERR\\n")
+        raise ValueError(os.environ.get("TF_CPP_MIN_LOG_LEVEL", "unset"))
+        """
+    code, _, err = launcher.run("-n", 1, option, "script.py", script=script)
+    assert code == 1
+    assert f"\nValueError: {level or 'unset'}\n" in err
+    assert (NOISE in err) == (level != "2")
+
+
+def test_on_a_terminal_it_is_one_with_the_same_size(launcher, terminal):
+    opened = terminal("-n", 2, "script.py", script=SCRIPT)
+    output = opened.read()
+    assert opened.wait() == 0
+    assert output.count(NOISE) == 1
+    assert "mine 0, 1\r\n" in output
+    assert "after\r\n" in output
+    first, second = launcher.wait_for("tty-0", "tty-1")
+    assert first.startswith("[True, os.terminal_size(")
+    assert second == "[False, None]"
+
+
+@pytest.fixture
+def disk(tmp_path):
+    if os.getuid() != 0:
+        pytest.skip("only root can mount a disk")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    found = subprocess.run(mount, capture_output=True, text=True, timeout=bound(30))
+    if found.returncode:
+        pytest.skip(f"no disk can be mounted: {found.stderr}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=bound(30))
+
+
+def test_logs_on_a_full_disk(disk, launcher):
+    """The worker whose output is lost fails, with the reason; the rest is as usual."""
+    script = """
+    if rank == 1:
+        for _ in range(1000):
+            print("x" * 99, flush=True)
+    hang()
+    """
+    options = ("-n", 2, "--log-dir", disk / "logs", "script.py")
+    code, _, err = launcher.run(*options, script=script, quick=True)
+    assert code == 1
+    assert "rank 1 failed with exit code 1" in err
+    assert f"the disk of {disk}/logs is full" in err
+    launcher.nothing_runs()
+
+
+def test_no_folder_for_temporary_files(disk, launcher):
+    """What the launcher itself notes needs no disk: the error is shown."""
+    full = contextlib.suppress(OSError)
+    with (disk / "fill").open("wb", buffering=0) as file, full:
+        while file.write(bytes(4096)):
+            pass
+    launcher.env["TMPDIR"] = str(disk)
+    code, _, err = launcher.run(
+        *("-n", 2, "script.py"),
+        script='if rank:\n    raise ValueError("made")\nhang()',
+        quick=True,
+    )
+    assert code == 1
+    assert "rank 1 failed with exit code 1" in err
+    assert "ValueError: made" in err

@@ -294,16 +294,12 @@ import json, os, subprocess, sys, time
 import kerasdist
 
 HOSTS, SSH = sys.argv[1:]
-def function(data, fail=False):
+def function(data):
     config = json.loads(os.environ["TF_CONFIG"])
     rank = config["task"]["index"]
     address = config["cluster"]["worker"][rank].rpartition(":")[0]
     mine = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout
     print(f"I am {rank}")
-    if fail and rank == 1:
-        raise LookupError("made there")
-    if fail:
-        time.sleep(1000)
     return rank, address in mine, data[::-1], os.environ["MINE"], os.getcwd()
 
 # More than a pipe holds, and not a multiple of what is read at once.
@@ -313,11 +309,6 @@ found = kerasdist.run(
 )
 right = [(rank, True, data[::-1], "yes", os.getcwd()) for rank in range(2)]
 print("results", found == right)
-try:
-    kerasdist.run(function, args=(b"", True), hosts=HOSTS.split(), ssh=SSH)
-except kerasdist.errors.FunctionError as error:
-    shown = 'raise LookupError("made there")' in str(error)
-    print(error.rank, repr(error.__cause__), shown)
 """
 
 
@@ -336,8 +327,5 @@ def test_a_function_runs_on_hosts(hosts: SshHosts, launcher: Launcher) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     launcher.nothing_runs()
-    assert done.stdout.splitlines() == [
-        *("I am 0", "results True", "I am 0", "1 LookupError('made there') True"),
-    ]
-    # Logs of the failed job alone.
-    assert len(launcher.temporary()) == 1
+    assert done.stdout == "I am 0\nresults True\n"
+    assert launcher.temporary() == []

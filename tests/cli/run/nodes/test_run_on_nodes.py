@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from hosts import Hosts
+from kerasdist import cli
+from kerasdist.cli.run import command
+from kerasdist.cli.run.nodes import LocalPart, meeting
+from kerasdist.cli.run.options import NodeOptions
+from kerasdist.transport import log
+from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from launching import Launcher, wait_until_said
 from pace import bound
+from workers import free_ports
 
-_WHY_NOT = Hosts.available()
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = pytest.mark.timeout(120)
+SECRET = b"secret" * 8
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
+    if (why_not := Hosts.available()) is not None:
+        pytest.skip(why_not)
     with Hosts(3) as made:
         yield made
 
 
-@pytest.fixture(autouse=True)
-def _on_their_hosts(hosts: Hosts, launchers: list[Launcher]) -> None:
+@pytest.fixture
+def launchers(hosts: Hosts, launchers: list[Launcher]) -> list[Launcher]:
     for host, launcher in enumerate(launchers):
         launcher.prefix = hosts.prefix(host)
+    return launchers
 
 
 def nodes(hosts: Hosts, count: int, rank: int | None = None) -> list[str]:
@@ -60,10 +70,14 @@ def test_tasks_of_all_hosts_are_one_job(
     Each divides its own GPUs, and workers have a rank among those of the host.
     """
     jobs = []
-    for host, arguments in ((1, ["-n", 2]), (0, ["-n", 1, "--ps", 1])):
-        options = (*arguments, *nodes(hosts, 2, host), "script.py")
+    # Its number may be found out, and the secret be in a file.
+    secret = launchers[1].env.pop("KERASDIST_SECRET")
+    (launchers[1].folder / "secret").write_text(f"{secret}\n")
+    other = ("--nproc-per-node", 2, "--secret-file", "secret", *nodes(hosts, 2))
+    own = ("-n", 1, "--ps", 1, *nodes(hosts, 2, 0))
+    for host, options in ((1, (*other, "python")), (0, own)):
         launchers[host].env["CUDA_VISIBLE_DEVICES"] = "0,1"
-        jobs.append(launchers[host].start(*options, script=SHOW))
+        jobs.append(launchers[host].start(*options, "script.py", script=SHOW))
     (second, out2, err2), (first, out1, err1) = ends(jobs)
     assert (first, second) == (0, 0), err1 + err2
     assert out1 == "I am 0\n"
@@ -83,27 +97,6 @@ def test_tasks_of_all_hosts_are_one_job(
     addresses = [hosts.address(host) for host in (0, 1, 1)]
     assert [each.partition(":")[0] for each in cluster["worker"]] == addresses
     assert [each.partition(":")[0] for each in cluster["ps"]] == addresses[:1]
-
-
-def test_unnamed_hosts_and_a_secret_in_a_file(
-    hosts: Hosts, launchers: list[Launcher]
-) -> None:
-    jobs = []
-    for host in (2, 1, 0):
-        launcher = launchers[host]
-        secret = launcher.env.pop("KERASDIST_SECRET")
-        (launcher.folder / "secret").write_text(f"{secret}\n")
-        jobs.append(
-            launcher.start(
-                *("--nproc-per-node", 1, "--secret-file", "secret"),
-                *(*nodes(hosts, 3), "python", "script.py"),
-                script=SHOW,
-            )
-        )
-    assert [code for code, _, _ in ends(jobs)] == [0, 0, 0]
-    names = [next(each.folder.glob("worker-*")).name for each in launchers]
-    assert names[0] == "worker-0"
-    assert sorted(names) == ["worker-0", "worker-1", "worker-2"]
 
 
 SOON = (
@@ -137,3 +130,75 @@ def test_launchers_say_for_whom_they_wait(
     wait_until_said(jobs[1], "host 0 waits for them")
     jobs.append(start(2))
     assert [code for code, _, _ in ends(jobs)] == [0, 0, 0]
+
+
+def options_at(rendezvous: str, count: int) -> NodeOptions:
+    return NodeOptions(count=count, rank=0, rendezvous=rendezvous, seconds=60)
+
+
+def test_an_error_of_the_block_is_unchanged() -> None:
+    options = options_at(f"127.0.0.1:{free_ports(1)[0]}", 1)
+    with pytest.raises(PermissionError), meeting(options, 1, 0, SECRET):
+        raise PermissionError("a folder")
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1", "1 of 2 hosts are here, after 1 s (--start-timeout)"),
+        ("192.0.2.1", "rendezvous at 192"),  # isn't an own address
+    ],
+)
+def test_a_job_that_does_not_start(tmp_path, monkeypatch, said, host, words) -> None:
+    (tmp_path / "script.py").touch()
+    monkeypatch.setenv("KERASDIST_SECRET", SECRET.decode())
+    monkeypatch.delattr(command, "run_supervised")
+    place = ("--rendezvous", f"{host}:{free_ports(1)[0]}", "--start-timeout", "1")
+    options = ("-n", "1", "--nnodes", "2", "--node-rank", "0", *place)
+    assert cli.main(["run", *options, str(tmp_path / "script.py")]) == 1
+    log.flush(None)
+    assert words in said()[-1]
+
+
+def test_who_does_not_fit_is_refused_with_the_reason() -> None:
+    """Also one that holds the secret: its addresses go into all tasks' TF_CONFIG."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    deadline = Deadline(bound(60))
+
+    def meet() -> LocalPart:
+        with meeting(options_at(address, 2), 1, 0, SECRET) as part:
+            return part
+
+    def ask(**changed: Any) -> dict[str, Any]:
+        tasks = {"worker": ["h:1"], "ps": []}
+        hello = {"session": "kerasdist run", "purpose": "node", "rank": 1}
+        hello |= {"count": 2, "tasks": tasks, **changed}
+        connection = retry(
+            lambda: dial_tcp(address, SECRET, hello, deadline),
+            *(deadline, 1, address, threading.Event()),
+        )
+        with connection:
+            return dict(connection.read_json(deadline)[1])
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet)
+        for workers in ([5], [None], ["h"], ["h:\x1b[31m1"], [["h:1"]], ["h:99999"]):
+            fault = ask(tasks={"worker": workers, "ps": []})["fault"]
+            assert fault.startswith("an address of a task "), workers
+            assert "\x1b" not in fault
+        for changed, fault in (
+            (
+                {"tasks": {"worker": ["h:1", "h:1"], "ps": []}},
+                "it names an address that",
+            ),
+            ({"tasks": {"worker": ["h:1"]}}, "it names no tasks"),
+            ({"count": 3}, "it was started with --nnodes 3, and the host of the rende"),
+            ({"rank": 0}, "there is a host with --node-rank 0 already"),
+            ({"facts": {}}, "one of `kerasdist run` and `kerasdist doctor` was"),
+        ):
+            assert ask(**changed)["fault"].startswith(fault)
+        found = ask(rank=-1)
+        assert found["first"] == {"worker": 1, "ps": 0}
+        cluster = found["cluster"]
+        assert cluster["worker"][1:] == ["h:1"]
+        assert first.result(bound(60)).cluster == cluster
