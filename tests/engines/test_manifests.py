@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import report
 
 from browser import need
 from hosts import Hosts
@@ -213,3 +214,11 @@ def test_the_image_trains() -> None:
     finally:
         docker("rmi", "-f", image)
     assert "weights bit-equal on all workers: True" in output
+
+
+@pytest.mark.parametrize("name", report.ENGINES)
+def test_each_engine_has_its_tests(name: str) -> None:
+    for each in report.ENGINES[name].split():
+        path, _, test = each.partition("::")
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert f"def {test}(" in text if test else "def test_" in text
