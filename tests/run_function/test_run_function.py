@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+import psutil
 import pytest
 
 import kerasdist
@@ -282,6 +283,25 @@ def test_a_call_in_a_worker_is_refused(launcher: Launcher) -> None:
     assert done.returncode == 1
     assert "ClusterError: `kerasdist.run` was called in a task of a job" in done.stderr
     assert 'under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_an_exception_of_a_handler_ends_the_workers(tmp_path: Path) -> None:
+    def stop(*_):
+        raise SystemError("stop")
+
+    caller, handler = os.getpid(), signal.signal(signal.SIGUSR2, stop)
+
+    def function():
+        (tmp_path / "worker").write_text(str(os.getpid()))
+        os.kill(caller, signal.SIGUSR2)
+        time.sleep(1000)
+
+    try:
+        with pytest.raises(SystemError, match=r"^stop$"):
+            kerasdist.run(function, 1)
+    finally:
+        signal.signal(signal.SIGUSR2, handler)
+    assert not psutil.pid_exists(int((tmp_path / "worker").read_text()))
 
 
 def test_a_lost_launcher_is_reported(launcher: Launcher) -> None:
