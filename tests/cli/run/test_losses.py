@@ -14,7 +14,7 @@ from launching import wait_until_said
 from pace import bound
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(90)
 
 SCRIPT = """
 import numpy as np

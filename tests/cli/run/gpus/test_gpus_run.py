@@ -28,9 +28,10 @@ mark(f"{{kind}}-{{rank}}-{{incarnation}}", json.dumps(found))
 """
 
 
-@pytest.fixture(autouse=True)
-def _no_variable(launcher: Launcher) -> None:
+@pytest.fixture
+def launcher(launcher: Launcher) -> Launcher:
     del launcher.env["CUDA_VISIBLE_DEVICES"]
+    return launcher
 
 
 def driver(folder: Path, text: str) -> dict[str, str]:
