@@ -20,7 +20,6 @@ from kerasdist import cli
 from kerasdist.cli import doctor
 from kerasdist.cli.env import gpus
 from kerasdist.cluster import Cluster
-from launching import Launcher
 from pace import bound
 from workers import free_ports, python_env
 
@@ -364,9 +363,8 @@ def test_cores(tmp_path):
 NO_DEVICES = "from kerasdist.cli import doctor; doctor.check_devices = lambda _: []"
 
 
-def meet(
-    launchers: list[Launcher], *options: object, **before: str
-) -> list[tuple[int, list[dict[str, str]]]]:
+def meet(launchers, *options, **before):
+    """Return the exit code of each doctor, and what it says about hosts and peers."""
     (port,) = free_ports(1)
     options = ("--rendezvous", f"127.0.0.1:{port}", "--timeout", bound(5), *options)
     jobs = []
@@ -391,7 +389,7 @@ def meet(
     return found
 
 
-def test_two_hosts_meet(launchers: list[Launcher]) -> None:
+def test_two_hosts_meet(launchers):
     for rank, (code, found) in enumerate(meet(launchers[:2])):
         assert code == 0, found
         words = ["is here, with the same versions"] * 2
@@ -402,7 +400,7 @@ def test_two_hosts_meet(launchers: list[Launcher]) -> None:
         assert texts[2].endswith(") accepts connections")
 
 
-def test_another_secret_and_another_python(launchers: list[Launcher]) -> None:
+def test_another_secret_and_another_python(launchers):
     """Those that came say so of the one that didn't; nobody waits for it for ever."""
     launchers[1].env["KERASDIST_SECRET"] = "f" * 32
     another = "import platform; platform.python_version = lambda: '2.7'"
@@ -425,9 +423,7 @@ def test_another_secret_and_another_python(launchers: list[Launcher]) -> None:
         assert texts[-1].endswith(") accepts connections")
 
 
-def test_a_doctor_does_not_meet_a_job_which_ctrl_c_ends(
-    launchers: list[Launcher],
-) -> None:
+def test_a_doctor_does_not_meet_a_job_which_ctrl_c_ends(launchers):
     (port,) = free_ports(1)
     options = ("--nnodes", 2, "--rendezvous", f"127.0.0.1:{port}", "--node-rank")
     script = 'mark("started")'

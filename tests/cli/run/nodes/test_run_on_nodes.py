@@ -62,9 +62,7 @@ print("I am", rank, flush=True)
 """
 
 
-def test_tasks_of_all_hosts_are_one_job(
-    hosts: Hosts, launchers: list[Launcher]
-) -> None:
+def test_tasks_of_all_hosts_are_one_job(hosts, launchers):
     """The first host starts last; hosts may have different numbers of tasks.
 
     Each divides its own GPUs, and workers have a rank among those of the host.
@@ -107,9 +105,7 @@ SOON = (
 SELDOM = f"{SOON}; from kerasdist.cli.run import nodes; nodes.AGAIN_SECONDS = 60.0"
 
 
-def test_launchers_say_for_whom_they_wait(
-    hosts: Hosts, launchers: list[Launcher]
-) -> None:
+def test_launchers_say_for_whom_they_wait(hosts, launchers):
     """Before all are here, one is killed and started again: it takes its place."""
 
     def start(host: int, before: str = SOON) -> subprocess.Popen[str]:
