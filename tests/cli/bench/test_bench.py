@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from pathlib import Path
@@ -94,18 +93,28 @@ def test_no_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_result_that_nobody_reads_is_no_error(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in `kerasdist bench train.py | head`."""
-    replaced: list[tuple[int, ...]] = []
-    monkeypatch.setattr(os, "dup2", lambda *numbers: replaced.append(numbers))
+    measured = SimpleNamespace(figures=1, verdict=1)
+    monkeypatch.setattr(worker, "ScalingTensorBoard", lambda *_, **more: measured)
     monkeypatch.setattr(worker.bottleneck, "to_text", lambda *_: "the report")
+    (tmp_path / "script.py").touch()
+    monkeypatch.setattr(sys, "argv", ["worker", "60", str(tmp_path / "script.py")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
     reading, writing = os.pipe()
     os.close(reading)
-    with contextlib.suppress(BrokenPipeError), open(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        worker._print_result(SimpleNamespace(figures=1, verdict=1))
-    assert replaced[0][1] == 1
+    kept = os.dup(1)
+    os.dup2(writing, 1)
+    os.close(writing)
+    try:
+        with open(1, "w", encoding="utf-8", closefd=False) as pipe:
+            monkeypatch.setattr(sys, "stdout", pipe)
+            with pytest.raises(SystemExit, match=r"^kerasdist bench found nothing"):
+                worker.main()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
