@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,18 +10,14 @@ import pytest
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.schedulers import expand_hostlist, expand_tasks_per_node
 from kerasdist.errors import ClusterError
-from pace import bound
 
 TWO = {"worker": ["a:1", "b:1"]}
 
 
 def tf_config(cluster=None, task=None, **more):
-    settings = dict(more)
-    if cluster is not None:
-        settings["cluster"] = cluster
-    if task is not None:
-        settings["task"] = task
-    return {"TF_CONFIG": json.dumps(settings)}
+    more |= {} if cluster is None else {"cluster": cluster}
+    more |= {} if task is None else {"task": task}
+    return {"TF_CONFIG": json.dumps(more)}
 
 
 def task(task_type, index):
@@ -34,9 +28,6 @@ def error_of(environ=None, cluster=None):
     with pytest.raises(ClusterError) as caught:
         resolve(cluster, environ or {})
     return str(caught.value)
-
-
-# --- without settings ---
 
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
@@ -65,9 +56,6 @@ def test_no_settings_is_one_worker(environ):
     assert (found.is_chief, found.address, found.workers) == (True, None, ())
 
 
-# --- TF_CONFIG ---
-
-
 ALL = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["s:1", "s:2"]}
 OLD = {"master": ["c:1"], "worker": ["a:1", "b:1"]}
 WORKERS = ("c:1", "a:1", "b:1")
@@ -76,16 +64,13 @@ WORKERS = ("c:1", "a:1", "b:1")
 @pytest.mark.parametrize(
     ("jobs", "who", "rank", "workers", "address"),
     [
-        (TWO, task("worker", 0), 0, ("a:1", "b:1"), "a:1"),
         (TWO, task("worker", 1), 1, ("a:1", "b:1"), "b:1"),
         # The chief comes first, and master is its old name.
         (ALL, {"type": "chief"}, 0, WORKERS, "c:1"),
         (OLD, task("master", 0), 0, WORKERS, "c:1"),
         (ALL, task("worker", 1), 2, WORKERS, "b:1"),
-        (OLD, task("worker", 1), 2, WORKERS, "b:1"),
         # A server is no worker, and an evaluator is a job of one.
         (ALL, task("ps", 1), None, WORKERS, "s:2"),
-        (TWO, task("evaluator", 0), 0, (), None),
         (TWO | {"evaluator": ["e:1"]}, task("evaluator", 0), 0, (), None),
     ],
 )
@@ -101,19 +86,18 @@ def test_the_place_of_a_task(jobs, who, rank, workers, address):
         assert found.servers == tuple(jobs.get("ps", ()))
 
 
-@pytest.mark.parametrize("index", [1, "1"])
-def test_lists_may_be_dictionaries_and_numbers_texts(index):
+def test_lists_may_be_dictionaries_and_numbers_texts():
     jobs = {"worker": {"1": "[fe80::1%eth0]:1", "0": "[::1]:2"}}
-    found = resolve(environ=tf_config(jobs, task("worker", index)))
+    found = resolve(environ=tf_config(jobs, task("worker", "1")))
     assert (found.rank, found.workers) == (1, ("[::1]:2", "[fe80::1%eth0]:1"))
 
 
-@pytest.mark.parametrize("jobs", [None, {}, {"ps": []}])
-@pytest.mark.parametrize("who", [None, {}, task("worker", 0), task("chief", 0)])
-def test_a_task_without_a_cluster_is_alone(jobs, who):
-    found = resolve(environ=tf_config(jobs, who, environment="cloud"))
-    assert (found.rank, found.size, found.workers) == (0, 1, ())
-    assert found.source == "TF_CONFIG"
+@pytest.mark.parametrize("who", [None, {}, task("worker", 0)])
+def test_a_task_without_a_cluster_is_alone(who):
+    for jobs in (None, {}, {"ps": []}):
+        found = resolve(environ=tf_config(jobs, who, environment="cloud"))
+        assert (found.rank, found.size, found.workers) == (0, 1, ())
+        assert found.source == "TF_CONFIG"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +106,6 @@ def test_a_task_without_a_cluster_is_alone(jobs, who):
         ('{"cluster": ', r"TF_CONFIG isn't JSON: .* line 1, column 13"),
         ("{'task': {}}", r"isn't JSON: .* JSON wants double quotes"),
         ("[1]", r"TF_CONFIG is a list\. Expected a dictionary"),
-        ("null", r"TF_CONFIG is a NoneType\."),
         ("[" * 100_000, r"TF_CONFIG isn't usable JSON"),
         ('{"cluster": 1' + "0" * 5000 + "}", r"TF_CONFIG (isn't|can't)"),
     ],
@@ -136,36 +119,36 @@ def test_what_isnt_a_json_dictionary(text, said):
     ("jobs", "who", "said"),
     [
         (TWO, None, "There is no 'task'"),
-        (TWO, 1, "'task' is a int"),
-        (TWO, {"index": 0}, "'task' has no 'type'"),
         (TWO, {"type": "worker"}, "'task' has no 'index'"),
         (TWO, task("workers", 0), r"task\['type'\]='workers'\. Expected 'chief'"),
-        (TWO, task(["worker"], 0), r"task\['type'\] is unknown"),
         (TWO, task("chief", 0), "This process is a chief, and the cluster has none"),
         (TWO, task("worker", 2), r"out of range\..*=2.* 2 addresses\. Expected 0\.\.1"),
-        ({"worker": ["a:1"]}, task("worker", 1), r"has 1 address\. Expected 0\."),
         (TWO, task("worker", -1), r"no integer >= 0\. Received: task\['index'\]=-1"),
-        (TWO, task("worker", "one"), "task.'index'. is no integer"),
-        (TWO, task("worker", True), "task.'index'. is no integer"),
         (TWO, task("worker", "9" * 5000), "task.'index'. is no integer"),
         (None, task("worker", 1), "no 'cluster', yet this process is worker 1"),
-        ({}, task("ps", 0), "There is no 'cluster', yet this process is ps 0"),
         ([], task("worker", 0), "'cluster' is a list"),
         ({"workers": ["a:1"]}, task("worker", 0), "unknown task type.*'workers'"),
-        ({"worker": "a:1"}, task("worker", 0), r"cluster\['worker'\] is a str"),
         ({"worker": []}, task("worker", 0), r"cluster\['worker'\] is empty"),
         ({"chief": ["a:1", "b:1"]}, task("chief", 0), "'cluster' has 2 chiefs"),
-        ({"chief": ["a:1"], "master": ["b:1"]}, task("chief", 0), "both 'chief' and"),
         ({"ps": ["s:1"]}, task("ps", 0), "'cluster' has no task that trains"),
         ({"worker": {"0": "a:1", "2": "b:1"}}, task("worker", 0), "has gaps"),
-        ({"worker": {"x": "a:1"}}, task("worker", 0), "an index that is no integer"),
-        (
-            *({"worker": ["a:1", "b:1", "A:1"]}, task("worker", 0)),
-            r"same address .* cluster\['worker'\]\[0\] and cluster\['worker'\]\[2\]",
-        ),
         (
             *({"chief": ["[::1]:1"], "ps": ["[0:0::1]:1"]}, task("chief", 0)),
             "The same address stands at two places",
+        ),
+        *(
+            ({"worker": ["a:1", address]}, task("worker", 0), rf"'\]\[1\] {said}.*Exp")
+            for address, said in (
+                ("", "is empty"),
+                (2222, "is a int, not a text"),
+                ("host:²", "has a port that is no number"),
+                ("host:0", r"has a port outside 1\.\.65535, 0"),
+                (":2222", "has no host"),
+                ("grpc://host:2222", "has a scheme in front"),
+                ("host/x:2222", "has a host that can't be one"),
+                ("::1:2222", "has more than one ':' .*brackets"),
+                ("[host]:2222", "has something in brackets that is no IPv6 address"),
+            )
         ),
     ],
 )
@@ -177,90 +160,39 @@ def test_what_is_wrong_is_said(jobs, who, said):
         resolve(environ=tf_config(jobs, who))
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("", "is empty"),
-        (2222, "is a int, not a text"),
-        ("host", "has no port"),
-        ("host:", "has a port that is no number, ''"),
-        ("host:http", "has a port that is no number, 'http'"),
-        ("host:²", "has a port that is no number"),
-        ("host:0", r"has a port outside 1\.\.65535, 0"),
-        ("host:65536", r"has a port outside 1\.\.65535, 65536"),
-        (":2222", "has no host"),
-        ("grpc://host:2222", "has a scheme in front"),
-        (" host:2222", "has white space around it"),
-        ("host/x:2222", "has a host that can't be one"),
-        ("::1:2222", "has more than one ':' .*brackets"),
-        ("[::1:2222", r"has a '\[' without a '\]'"),
-        ("[host]:2222", "has something in brackets that is no IPv6 address"),
-    ],
-)
-def test_every_address_is_checked(address, said):
-    jobs = {"worker": ["a:1", address]}
-    with pytest.raises(
-        ClusterError, match=rf"cluster\['worker'\]\[1\] {said}.*Expected"
-    ):
-        resolve(environ=tf_config(jobs, task("worker", 0)))
-
-
-def test_all_faults_come_in_one_message():
+def test_all_faults_come_in_one_message_which_is_not_long():
     jobs = {"chief": ["c:0"], "worker": ["a", "b:1", "b:1"], "gpu": []}
-    said = error_of(tf_config(jobs, task("boss", "x")))
+    said = error_of(tf_config(jobs, task("boss", "x"), more="x" * 5000))
     assert said.startswith("TF_CONFIG can't be used, for 6 reasons:\n  1. ")
     for number in range(1, 7):
         assert f"\n  {number}. " in said
     assert "\nReceived: TF_CONFIG='{" in said
-
-
-def test_long_settings_are_cut_in_the_message():
-    said = error_of(tf_config({"worker": [f"h{i}:1" for i in range(5000)]}))
     assert len(said) < 2000
 
 
-# --- `cluster=` ---
-
-
 class Resolver:
-    """What kerasdist uses of a ClusterResolver."""
-
-    def __init__(self, jobs, task_type=None, task_id=None):
-        self._jobs = jobs
-        self.task_type = task_type
-        self.task_id = task_id
+    def __init__(self, jobs, *task):
+        self._jobs, self._task = jobs, task
+        self.task_type = self.task_id = None
 
     def cluster_spec(self):
+        # Slurm's knows its task after the cluster.
+        self.task_type, self.task_id = self._task or (None, None)
         return SimpleNamespace(as_dict=lambda: self._jobs)
 
 
-class Late(Resolver):
-    """As Slurm's, which knows its task after the cluster."""
-
-    def cluster_spec(self):
-        self.task_type, self.task_id = "worker", 1
-        return super().cluster_spec()
-
-
 def test_a_resolver_that_fails():
-    class Broken(Resolver):
-        def cluster_spec(self):
-            raise RuntimeError("no service")
-
     with pytest.raises(
         ClusterError,
-        match=r"^The cluster resolver \(Broken\) failed: RuntimeError: no service",
+        match=r"^The cluster resolver \(Resolver\) failed: ValueError: too many val",
     ) as caught:
-        resolve(Broken({}), {})
-    assert isinstance(caught.value.__cause__, RuntimeError)
+        resolve(Resolver(TWO, *"many"), {})
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("cluster", ["{}", 3, ["a:1"], object()])
-def test_a_cluster_of_a_wrong_type(cluster):
-    with pytest.raises(
-        ClusterError, match=r"^`cluster` is of a type .* Expected a tf\.distribute"
-    ):
-        resolve(cluster, {})
+def test_a_cluster_of_a_wrong_type():
+    with pytest.raises(ClusterError, match=r"^`cluster` is of a type .* Expected a tf"):
+        resolve(["a:1"], {})
 
 
 @pytest.mark.parametrize(
@@ -269,10 +201,7 @@ def test_a_cluster_of_a_wrong_type(cluster):
         ({"rank": 0, "size": 0}, "There is no worker"),
         ({"rank": 2, "size": 2, "workers": ("a:1", "b:1")}, "rank is out of range"),
         ({"rank": 0, "size": 2, "workers": ("a:1",)}, "as many addresses"),
-        ({"rank": 0, "size": 2}, "since there are several"),
         ({"rank": None, "size": 1}, "Expected rank=None for a 'ps' task, and only"),
-        ({"rank": 0, "size": 1, "task_type": "ps"}, "Expected rank=None for a 'ps'"),
-        ({"rank": 0, "size": 1, "task_type": "x"}, "task type is unknown"),
         ({"rank": None, "size": 1, "task_type": "ps"}, "a place in `servers`"),
         ({"rank": 0, "size": 1, "workers": ("a",)}, "An address has no port"),
     ],
@@ -295,19 +224,6 @@ def test_tensorflows_resolvers():
     assert type(resolve(resolver, {}).task_index) is int
 
 
-def test_nothing_here_needs_tensorflow():
-    code = (
-        "import sys, kerasdist.cluster, kerasdist.transport.rendezvous.waiting_notice; "
-        "sys.exit('tensorflow' in sys.modules)"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], timeout=bound(60)).returncode == 0
-    )
-
-
-# --- Slurm ---
-
-
 def step(procid, tasks, nodes, per_node, **more):
     return {
         "SLURM_JOB_ID": "1000",
@@ -323,30 +239,26 @@ def hosts(workers):
     return [address.rpartition(":")[0] for address in workers]
 
 
-def test_slurm_block_layout():
-    found = [resolve(environ=step(i, 5, "n[1-2],m", "2(x2),1")) for i in range(5)]
-    assert [each.rank for each in found] == [0, 1, 2, 3, 4]
-    assert len({each.workers for each in found}) == 1
-    assert hosts(found[0].workers) == ["n1", "n1", "n2", "n2", "m"]
-    ports = [int(address.rpartition(":")[2]) for address in found[0].workers]
-    assert ports == [ports[0] + local for local in (0, 1, 0, 1, 0)]
-    assert 20000 <= ports[0] < 30000
-    assert {each.source for each in found} == {"Slurm"}
-    assert found[3].task_type == "worker"
-
-
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
+        ({}, "a a a b b"),
         ({"SLURM_DISTRIBUTION": "block:cyclic"}, "a a a b b"),
         ({"SLURM_DISTRIBUTION": "cyclic"}, "a b a b a"),
         ({"SLURM_DISTRIBUTION": "plane=2"}, "a a b b a"),
         ({"SLURM_DISTRIBUTION": "plane", "SLURM_DIST_PLANESIZE": "2"}, "a a b b a"),
     ],
 )
-def test_slurm_other_layouts(more, expected):
-    found = resolve(environ=step(0, 5, "a,b", "3,2", **more))
-    assert hosts(found.workers) == expected.split()
+def test_slurm_layouts(more, expected):
+    found = [resolve(environ=step(i, 5, "a,b", "3,2", **more)) for i in range(5)]
+    assert [each.rank for each in found] == [0, 1, 2, 3, 4]
+    assert {each.source for each in found} == {"Slurm"}
+    (workers,) = {each.workers for each in found}
+    assert hosts(workers) == expected.split()
+    ports = [int(address.rpartition(":")[2]) for address in workers]
+    local = [expected.split()[:i].count(expected.split()[i]) for i in range(5)]
+    assert ports == [ports[0] + each for each in local]
+    assert 20000 <= ports[0] < 30000
 
 
 def test_slurm_jobs_and_steps_have_ports_of_their_own():
@@ -372,40 +284,31 @@ def test_slurm_older_names():
     assert resolve(environ=old) == resolve(environ=new)
 
 
-@pytest.mark.parametrize(
-    ("text", "expanded"),
-    [
-        ("n1", ["n1"]),
-        ("n[01-03,07],gpu5", ["n01", "n02", "n03", "n07", "gpu5"]),
-        ("r[1-2]n[8-10]", ["r1n8", "r1n9", "r1n10", "r2n8", "r2n9", "r2n10"]),
-        ("n[1,3]-ib.x,m", ["n1-ib.x", "n3-ib.x", "m"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-    ],
-)
-def test_hostlists(text, expanded):
-    assert expand_hostlist(text) == expanded
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", ",", "n[1-2", "n1]", "n[]", "n[a]", "n[3-1]", "n[1-2-3]", "n[[1]]"),
-        *("n[1-999999999]", "n[1-60000],m[1-60000]", "n[1-300]x[1-300]"),
-    ],
-)
-def test_hostlists_that_are_wrong(text):
-    with pytest.raises(ValueError, match=r"^(it|its|the range|'.*') "):
-        expand_hostlist(text)
-
-
-def test_tasks_per_node():
+def test_hostlists():
+    assert expand_hostlist("n[01-03,07],gpu5") == ["n01", "n02", "n03", "n07", "gpu5"]
+    assert expand_hostlist("r[1-2]n[9-10]") == ["r1n9", "r1n10", "r2n9", "r2n10"]
+    assert expand_hostlist("n[1,3]-ib.x,m") == ["n1-ib.x", "n3-ib.x", "m"]
     assert expand_tasks_per_node("2(x3),1") == [2, 2, 2, 1]
-    for text in ("", "x", "2(3)", "2,", "1(x999999)"):
-        with pytest.raises(ValueError, match=r"^('|it stands)"):
-            expand_tasks_per_node(text)
 
 
-# --- MPI ---
+@pytest.mark.parametrize(
+    ("expand", "text"),
+    [
+        *(
+            (expand_hostlist, text)
+            for text in ("", "n[1-2", "n1]", "n[]", "n[a]", "n[3-1]", "n[1-2-3]")
+        ),
+        *(
+            (expand_hostlist, text)
+            for text in ("n[1-999999999]", "n[1-60000],m[1-60000]", "n[1-300]x[1-300]")
+        ),
+        *((expand_tasks_per_node, text) for text in ("", "x", "2(3)", "1(x999999)")),
+    ],
+)
+def test_lists_that_are_wrong(expand, text):
+    with pytest.raises(ValueError, match=r"^(it|its|the range|'.*') "):
+        expand(text)
+
 
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "3"}
@@ -429,14 +332,10 @@ def test_a_process_of_mpirun(environ):
     assert (found.source, found.rank, found.size) == ("MPI", 1, 3)
     assert (found.task_type, found.task_index) == ("worker", 1)
     assert (found.workers, found.address, found.needs_mpi) == ((), None, True)
-
-
-def test_a_process_of_pmix_doesnt_know_how_many_there_are():
+    # One of PMIx doesn't know how many there are.
     found = resolve(environ={"PMIX_RANK": "1"})
     assert (found.source, found.needs_mpi) == ("PMIx", True)
 
-
-# --- What comes before what, and what is wrong ---
 
 SLURM = step(1, 4, "n[1-2]", "2(x2)")
 MINE = tf_config(TWO, task("worker", 1))
@@ -448,7 +347,6 @@ ONE = {"TF_CONFIG": "not even JSON"}
     ("cluster", "environ", "source", "rank", "size"),
     [
         (Resolver(TWO, "worker", 1), ONE, "cluster resolver", 1, 2),
-        (Late(TWO), ONE, "cluster resolver", 1, 2),
         # Without a cluster: alone.
         (Resolver({}), MINE, "cluster resolver", 0, 1),
         (Resolver({}, "", 0), MINE, "cluster resolver", 0, 1),
@@ -484,9 +382,7 @@ LAYOUT = "unknown which rank runs on which node.*`srun --distribution=block"
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST isn't set"),
         ({"SLURM_STEP_NODELIST": "a,b"}, "lists don't fit together.*2 nodes"),
         ({TASKS: "3"}, "lists don't fit together.*3 tasks"),
-        ({TASKS: "x"}, f"{TASKS} can't be read"),
         ({"SLURM_PROCID": "2"}, "SLURM_PROCID is no rank of this step"),
-        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no rank of this step"),
         *(({"SLURM_DISTRIBUTION": x}, LAYOUT) for x in ("arbitrary", "plane=0", "new")),
         ({"SLURM_DISTRIBUTION": "plane"}, LAYOUT),
         *(
@@ -515,9 +411,7 @@ def test_slurm_port_and_own_place():
     assert hosts(resolve(environ=right).workers) == ["a", "b", "a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("rank", "size"), [("3", "3"), ("", "3"), ("1", "three"), ("1", "0")]
-)
+@pytest.mark.parametrize(("rank", "size"), [("3", "3"), ("", "3"), ("1", "three")])
 def test_settings_of_mpi_that_are_wrong(rank, size):
     said = error_of({"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size})
     assert said.startswith(
@@ -528,7 +422,7 @@ def test_settings_of_mpi_that_are_wrong(rank, size):
 
 
 def test_a_resolver_without_a_task():
-    said = error_of(cluster=Resolver(TWO, None, 0))
+    said = error_of(cluster=Resolver(TWO))
     assert said.startswith("The cluster resolver (Resolver) can't be used. ")
     assert "There is no 'task'" in said
     said = error_of(cluster={"cluster": TWO})

@@ -28,14 +28,13 @@ class Cluster:
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.slurm = slurm
         self.output = folder / "output.txt"
-        self._folder = folder
 
-    def submit(self, *arguments: str | Path, options: tuple[str, ...] = ()) -> str:
+    def submit(self, *arguments: str | Path) -> str:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         return self.slurm.submit(
             *arguments,
-            cwd=self._folder,
-            options=["--cpus-per-task=1", f"--output={self.output}", *options],
+            cwd=self.output.parent,
+            options=["--cpus-per-task=1", f"--output={self.output}"],
             env=python_env({"PATH": path}),
         )
 
@@ -108,16 +107,16 @@ def test_a_job_continues_after_preemption(
     wait_until(lambda: "Epoch 3/" in cluster.text(), "the third epoch", 200)
     if way == "signal":
         # What Slurm itself does before the end of the time.
-        cluster.schedulers.run("scancel", "--signal=TERM", job)
+        cluster.slurm.run("scancel", "--signal=TERM", job)
     else:
-        urgent = cluster.schedulers.submit(
+        urgent = cluster.slurm.submit(
             *("--wrap", "sleep 1"),
             cwd=cluster.output.parent,
             options=["--partition=urgent", "--nodes=2", "--exclusive"],
         )
-        cluster.schedulers.wait(urgent)
+        cluster.slurm.wait(urgent)
     output = cluster.finish(job)
-    assert cluster.schedulers.show(job)["Restarts"] == "1"
+    assert cluster.slurm.show(job)["Restarts"] == "1"
     assert "kerasdist: the job is preempted after step" in output
     assert "kerasdist: `fit` continues after step" in output
     assert weights_of(output, 2) == uninterrupted
@@ -126,7 +125,6 @@ def test_a_job_continues_after_preemption(
 
 
 def test_the_end_of_a_failed_worker(cluster: Cluster) -> None:
-    """The script's error is shown, and the job fails at once."""
     script = cluster.output.parent / "fail.py"
     script.write_text(
         "import kerasdist\n"

@@ -24,7 +24,13 @@ from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 def faults(manifest: dict[str, Any]) -> Iterator[str]:
     kind = manifest.get("apiVersion"), manifest.get("kind")
     if kind == ("trainer.kubeflow.org/v1alpha1", "TrainJob"):
-        yield from _pydantic_faults(TrainerV1alpha1TrainJob, manifest)
+        try:
+            read = TrainerV1alpha1TrainJob.from_dict(manifest)
+        except ValueError as error:
+            yield f"TrainJob: {' '.join(str(error).split())}"
+        else:
+            # Unknown fields are dropped.
+            yield from _lost(manifest, read.to_dict(), "TrainJob")
     elif kind == ("kubeflow.org/v1", "TFJob"):
         yield from _openapi_faults("KubeflowOrgV1TFJob", manifest, "TFJob")
     else:
@@ -34,16 +40,6 @@ def faults(manifest: dict[str, Any]) -> Iterator[str]:
         except Exception as error:
             # The rest is the whole schema.
             yield f"{manifest.get('kind')}: {str(error).splitlines()[0]}"
-
-
-def _pydantic_faults(model: Any, manifest: Any) -> Iterator[str]:
-    try:
-        read = model.from_dict(manifest)
-    except ValueError as error:
-        yield f"{model.__name__}: {' '.join(str(error).split())}"
-        return
-    # Unknown fields are dropped.
-    yield from _lost(manifest, read.to_dict(), model.__name__)
 
 
 def _lost(given: Any, kept: Any, where: str) -> Iterator[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import pickle
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,30 +17,23 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
+import psutil
 import pytest
 
 import kerasdist
 from kerasdist import errors
+from kerasdist.run_function.launcher import (
+    RemoteError,
+    read_error,
+    read_result,
+    write_error,
+    write_value,
+)
 from launching import Launcher, launcher_in
 from pace import bound
-
-# What scripts and cells begin with.
-WHO = """
-import json, os, signal, sys, time
-import kerasdist
-
-def who():
-    task = json.loads(os.environ["TF_CONFIG"])["task"]
-    return task["type"], task["index"]
-"""
-
-
-@pytest.fixture(autouse=True)
-def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logs of failed jobs are kept; here they aren't needed."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 @pytest.fixture
@@ -46,9 +42,10 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
         yield made
 
 
-def start(launcher: Launcher, script: str) -> subprocess.Popen[bytes]:
-    (launcher.folder / "script.py").write_text(WHO + script)
-    return launcher.start_plain("script.py", env={})
+@pytest.fixture(autouse=True)
+def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logs of failed jobs are kept; here they aren't needed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
 
 
 def run_script(launcher: Launcher, *args: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +55,7 @@ def run_script(launcher: Launcher, *args: str) -> subprocess.CompletedProcess[st
         env=launcher.env,
         capture_output=True,
         text=True,
-        timeout=bound(60),
+        timeout=bound(120),
         check=False,
     )
 
@@ -73,9 +70,6 @@ def worker_function():
         return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
     return rank
-
-
-# What arrives, and what returns.
 
 
 def test_results_of_closures_by_rank_and_the_chiefs_output(
@@ -97,32 +91,26 @@ def test_results_of_closures_by_rank_and_the_chiefs_output(
         print(f"I am {rank()} ünïcödé", flush=True)
         print("to stderr", file=sys.stderr)
         return {
-            "rank": rank(),
             "number": factor * mine.VALUE + plus,
             "mine": [os.environ["MINE"], os.environ["OTHER"]],
             "folder": os.getcwd(),
             "arguments": sys.argv,
             "python_path": os.environ.get("PYTHONPATH"),
-            "big": np.arange(2_000_000.0) if rank() else None,
-        }
+            "gpus": os.environ["CUDA_VISIBLE_DEVICES"],
+        }, np.arange(2_000_000.0) * rank()  # 16 MB
 
-    found = kerasdist.run(
-        function, 2, args=(2,), kwargs={"plus": 1}, env={"OTHER": "too"}
-    )
-    # 16 MB.
-    np.testing.assert_array_equal(found[1].pop("big"), np.arange(2_000_000.0))
-    assert found[0].pop("big") is None
-    assert found == [
-        {
-            "rank": rank_,
+    more = {"OTHER": "too", "CUDA_VISIBLE_DEVICES": "4,5,6"}
+    found = kerasdist.run(function, 2, args=(2,), kwargs={"plus": 1}, env=more, gpus=1)
+    for each, (settings, big) in enumerate(found):
+        np.testing.assert_array_equal(big, np.arange(2_000_000.0) * each)
+        assert settings == {
             "number": 15,
             "mine": ["yes", "too"],
             "folder": str(tmp_path),
             "arguments": ["script", "--flag"],
             "python_path": os.environ.get("PYTHONPATH"),
+            "gpus": "45"[each],
         }
-        for rank_ in range(2)
-    ]
     out, err = capsys.readouterr()
     assert out == "I am 0 ünïcödé\n"
     assert "to stderr" in err
@@ -132,13 +120,16 @@ def test_results_of_closures_by_rank_and_the_chiefs_output(
 def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> None:
     """Functions of `__main__` are sent: the workers don't run the script again."""
     script = """
+    import json, os
+    import kerasdist
+
     class Found:
         def __init__(self, task):
             self.task = task
 
     def function():
         print("in the chief")
-        return Found(who())
+        return Found(json.loads(os.environ["TF_CONFIG"])["task"])
 
     with open("runs", "a") as file:
         file.write("once ")
@@ -146,16 +137,15 @@ def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> 
     print([(type(each) is Found, each.task) for each in found])
     print(kerasdist.run(lambda: 1 + 1, n=1))
     """
-    (launcher.folder / "script.py").write_text(WHO + textwrap.dedent(script))
+    (launcher.folder / "script.py").write_text(textwrap.dedent(script))
     done = run_script(launcher, "script.py")
     assert done.returncode == 0, done.stderr
     # The launcher writes to this process's standard output by itself.
-    assert done.stdout == "in the chief\n[(True, ('worker', 0))]\n[2]\n"
+    assert (
+        done.stdout == "in the chief\n[(True, {'type': 'worker', 'index': 0})]\n[2]\n"
+    )
     assert (launcher.folder / "runs").read_text() == "once "
     assert launcher.temporary() == []
-
-
-# What goes wrong there.
 
 
 class _Odd(Exception):
@@ -190,87 +180,64 @@ def test_the_first_error_is_raised_here(capsys: pytest.CaptureFixture[str]) -> N
     assert "rank 1 failed with exit code 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("how", "words", "cause"),
-    [
-        ("odd", r"^The function failed in rank 0: .*_Odd: a b\. ", None),
-        ("exit", r"^The function failed in rank 0: SystemExit: 3\. ", SystemExit),
-        ("leave", r"^Rank 0 ended without a result\. Received: exit code 0", None),
-        ("kill", r"^The process of rank 0 was ended by signal SIGKILL", None),
-        ("result", r"^The result of rank 0 can't be pickled: TypeError: ", TypeError),
-        ("load", r"^The function can't be loaded in rank 0: Mod", ModuleNotFoundError),
-    ],
-)
-def test_other_ends(how: str, words: str, cause: type | None) -> None:
-    odd = _Odd
+def test_elastic_jobs_have_errors_in_the_places_of_results() -> None:
+    rank, odd = worker_function(), _Odd
 
     def function():
-        if how == "odd":
-            raise odd("a", "b")
-        if how == "exit":
-            sys.exit(3)
-        if how == "leave":
-            os._exit(0)
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        match rank():
+            case 0:
+                return "result"
+            case 1:
+                raise odd("a", "b")
+            case 2:
+                sys.exit(3)
+            case 3:
+                os.kill(os.getpid(), signal.SIGKILL)
         return [threading.Lock()]
 
-    if how == "load":
-        function = _of_a_lost_module()
-    with pytest.raises(errors.FunctionError, match=words) as info:
-        kerasdist.run(function, n=1)
-    assert type(info.value.__cause__) is (cause or type(None))
+    first, *errors_ = kerasdist.run(function, 5, elastic=True)
+    assert first == "result"
+    expected = [
+        (r"The function failed in rank 1: .*_Odd: a b\. ", None),
+        (r"The function failed in rank 2: SystemExit: 3\. ", SystemExit),
+        (r"The process of rank 3 was ended by signal SIGKILL", None),
+        (r"The result of rank 4 can't be pickled: TypeError: ", TypeError),
+    ]
+    for error, (words, cause) in zip(errors_, expected, strict=True):
+        assert isinstance(error, errors.FunctionError)
+        assert re.match(words, str(error))
+        assert type(error.__cause__) is (cause or type(None))
 
 
-def _of_a_lost_module():
-    """A function of a module that the workers won't find."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "lost_module.py").write_text("def function(): pass\n")
-        sys.path.insert(0, folder)
-        try:
-            import lost_module  # type: ignore[import-not-found]
-        finally:
-            sys.path.remove(folder)
-    return lost_module.function
-
-
-def test_elastic_jobs_have_the_error_of_a_lost_worker_in_its_place(
-    tmp_path: Path,
-) -> None:
-    """A worker that is started again has a result; one that isn't has its error."""
+def test_a_worker_that_is_started_again_has_a_result(tmp_path: Path) -> None:
     rank = worker_function()
 
     def function():
-        if rank() == 2:
-            raise LookupError("made")
-        if rank() == 1 and os.environ["KERASDIST_INCARNATION"] == "0":
-            while not (tmp_path / "lost").exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
         if rank() == 0:
             while not (tmp_path / "again").exists():
                 time.sleep(0.01)
-        if rank() == 1:
-            (tmp_path / "again").touch()
+        elif os.environ["KERASDIST_INCARNATION"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        (tmp_path / "again").touch()
         return rank()
 
-    def watched(function):
-        try:
-            return function()
-        except LookupError:
-            (tmp_path / "lost").touch()
-            raise
-
-    # Rank 2 fails first and uses the first restart, rank 1 the second.
-    with pytest.raises(ValueError, match=r"--min-workers must be at most"):
-        kerasdist.run(watched, 3, (function,), elastic=True, min_workers=4)
-    found = kerasdist.run(watched, 3, (function,), elastic=True, restarts=3)
-    assert found[:2] == [0, 1]
-    assert isinstance(found[2], errors.FunctionError)
-    assert isinstance(found[2].__cause__, LookupError)
+    assert kerasdist.run(function, 2, elastic=True, restarts=1) == [0, 1]
 
 
-# What is refused before anything starts.
+def test_a_module_that_the_workers_do_not_find_and_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lost_module.py").write_text("def function(): pass\n")
+    with monkeypatch.context() as here:
+        here.syspath_prepend(str(tmp_path))
+        import lost_module  # type: ignore[import-not-found]
+    words = r"^The function can't be loaded in rank 0: Mod"
+    with pytest.raises(errors.FunctionError, match=words) as info:
+        kerasdist.run(lost_module.function, n=1)
+    assert isinstance(info.value.__cause__, ModuleNotFoundError)
+    words = r"^Rank 0 ended without a result\. Received: exit code 0"
+    with pytest.raises(errors.FunctionError, match=words):
+        kerasdist.run(os._exit, n=1, args=(0,))
 
 
 class _NotPicklable:
@@ -285,15 +252,12 @@ class _NotPicklable:
         ({"args": [1]}, TypeError, "`args` must be a tuple"),
         ({"args": (1,)}, TypeError, "The function can't be called with these argum"),
         ({"kwargs": {1: 1}}, TypeError, "`kwargs` must be a mapping from names"),
-        ({"n": None}, TypeError, "`n` must be an integer"),
         ({"n": 0}, ValueError, "`n` must be at least 1"),
         ({"n": True}, TypeError, "`n` must be an integer"),
-        ({"ps": -1}, ValueError, "`ps` must be at least 0"),
         ({"elastic": 1}, TypeError, "`elastic` must be True or False"),
         ({"restarts": 1}, errors.ClusterError, ".*--restarts 1 without --elastic"),
         ({"hosts": 3}, TypeError, "`hosts` must be a text or a list of texts"),
-        ({"hosts": "a:b"}, errors.ClusterError, ".*Received: 'a:b' in -H a:b"),
-        ({"ssh": "ssh"}, errors.ClusterError, ".*--ssh is an option for jobs on sev"),
+        ({"gpus": True}, TypeError, "`gpus` must be a text or an integer"),
         ({"output": "some"}, ValueError, "`output` must be one of"),
         ({"log_dir": 3}, TypeError, "`log_dir` must be a text"),
         ({"env": {"A=": ""}}, ValueError, "`env` has names or values that no env"),
@@ -321,43 +285,30 @@ def test_a_call_in_a_worker_is_refused(launcher: Launcher) -> None:
     assert 'under `if __name__ == "__main__":`' in done.stderr
 
 
-# How it is ended.
+def test_an_exception_of_a_handler_ends_the_workers(tmp_path: Path) -> None:
+    def stop(*_):
+        raise SystemError("stop")
 
-HANG = """
-def stop(*_):
-    raise SystemError("stop")
+    caller, handler = os.getpid(), signal.signal(signal.SIGUSR2, stop)
 
-signal.signal(signal.SIGALRM, stop)
+    def function():
+        (tmp_path / "worker").write_text(str(os.getpid()))
+        os.kill(caller, signal.SIGUSR2)
+        time.sleep(1000)
 
-def hang():
-    rank = who()[1]
-    with open(f"up-{rank}.part", "w") as file:
-        file.write(str(os.getpid()))
-    os.rename(f"up-{rank}.part", f"up-{rank}")
-    time.sleep(1000)
-
-try:
-    kerasdist.run(hang, n=2)
-except KeyboardInterrupt:
-    sys.exit(7)
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGALRM])
-def test_the_end_of_the_caller_is_that_of_the_workers(
-    launcher: Launcher, number: signal.Signals
-) -> None:
-    """By Ctrl-C, without a word, or by an exception of another handler."""
-    job = start(launcher, HANG)
-    launcher.wait_for("up-0", "up-1")
-    job.send_signal(number)
-    codes = {signal.SIGINT: 7, signal.SIGKILL: -9, signal.SIGALRM: 1}
-    assert job.wait(60) == codes[number]
-    launcher.nothing_runs(within=30.0 if number == signal.SIGKILL else 0.5)
+    try:
+        with pytest.raises(SystemError, match=r"^stop$"):
+            kerasdist.run(function, 1)
+    finally:
+        signal.signal(signal.SIGUSR2, handler)
+    assert not psutil.pid_exists(int((tmp_path / "worker").read_text()))
 
 
 def test_a_lost_launcher_is_reported(launcher: Launcher) -> None:
     script = """
+import os, signal, sys, time
+import kerasdist
+
 def function():
     # The parent is the supervisor, that one's the launcher.
     with open(f"/proc/{os.getppid()}/stat") as file:
@@ -370,5 +321,153 @@ except kerasdist.errors.FunctionError as error:
     assert "Received: signal SIGKILL of the launcher" in str(error), error
     sys.exit(7)
 """
-    assert start(launcher, script).wait(bound(60)) == 7
+    (launcher.folder / "script.py").write_text(script)
+    assert run_script(launcher, "script.py").returncode == 7
     launcher.nothing_runs(within=0.5)
+
+
+@pytest.fixture
+def file() -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile() as made:
+        yield made
+
+
+def test_a_value_and_its_absence(file: IO[bytes]) -> None:
+    """A file that isn't whole has none: its process was killed."""
+    assert read_result(file) is None
+    with pytest.raises((TypeError, pickle.PicklingError)):
+        write_value(file.fileno(), [bytes(1_000_000), threading.Lock()])
+    assert read_result(file) is None
+    write_value(file.fileno(), None)
+    assert read_result(file) == (None,)
+    assert read_error(file) is None
+    write_value(file.fileno(), {"a": [1, 2]})
+    assert read_result(file) == ({"a": [1, 2]},)
+    file.truncate(file.seek(0, 2) - 1)
+    assert read_result(file) is None
+
+
+def test_an_error_that_cannot_be_pickled(file: IO[bytes]) -> None:
+    try:
+        raise LookupError("made", threading.Lock())
+    except LookupError as error:
+        write_error(file.fileno(), "call", error)
+    found = read_result(file)
+    assert isinstance(found, RemoteError)
+    assert found == read_error(file)
+    assert found.message.startswith("LookupError: ('made', <unlocked")
+    assert 'raise LookupError("made", threading.Lock())' in found.traceback
+    assert found.exception() is None
+
+
+def test_an_error_after_the_disk_was_full(file: IO[bytes]) -> None:
+    """The part of the value that was written makes room for the error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"^\[Errno 27\]") as info:
+            write_value(file.fileno(), ["a" * 10, bytes(1_000_000)])
+        write_error(file.fileno(), "result", info.value, "list")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found = read_error(file)
+    assert found is not None
+    assert (found.stage, found.result) == ("result", "list")
+    assert isinstance(found.exception(), OSError)
+
+
+_MISSING = [
+    name
+    for name in ("ipykernel", "jupyter_client")
+    if importlib.util.find_spec(name) is None
+]
+
+# A notebook's server, with a user who waits for what is shown.
+DRIVER = """
+import os, threading, time
+from jupyter_client.manager import start_new_kernel
+
+manager, client = start_new_kernel(kernel_name="python3", startup_timeout=60)
+
+def shown(code, look=lambda text: None):
+    parts = []
+
+    def add(message):
+        content = message["content"]
+        lines = content.get("traceback", [content.get("text", "")])
+        parts.extend([*lines, content.get("data", {}).get("text/plain", "")])
+        look("".join(parts))
+
+    client.execute_interactive(code, timeout=60, output_hook=add)
+    return "".join(parts)
+
+def when_both_are_up(act):
+    while not (os.path.exists("up-0") and os.path.exists("up-1")):
+        time.sleep(0.01)
+    act()
+
+def look(text):
+    if "step 1 of 0\\n" in text:
+        open("seen", "w").close()
+
+try:
+    assert shown('''
+import inspect, json, os, time
+import kerasdist
+
+def rank():
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+def wait():
+    print(f"step 1 of {rank()}")
+    while not os.path.exists("seen"):
+        time.sleep(0.01)
+    print("step 2\\\\rstep 3")
+    return rank(), inspect.getsource(rank).count("TF_CONFIG")
+
+def fail():
+    raise LookupError("made")  # here
+
+def hang():
+    open(f"up-{rank()}", "w").close()
+    time.sleep(1000)
+''') == ""
+
+    text = shown("kerasdist.run(wait, n=2)", look)
+    assert "step 2\\rstep 3\\n" in text, text
+    # Cells have no file; the workers know their lines.
+    assert text.endswith("[(0, 1), (1, 1)]"), text
+    assert "of 1" not in text, text
+
+    text = shown("kerasdist.run(fail, n=1)")
+    assert "FunctionError" in text and "LookupError" in text, text
+    assert 'raise LookupError("made")  # here' in text, text
+
+    stop = threading.Thread(target=when_both_are_up, args=[manager.interrupt_kernel])
+    stop.start()
+    text = shown("kerasdist.run(hang, n=2)")
+    assert "KeyboardInterrupt" in text, text
+    os.remove("up-0")
+    os.remove("up-1")
+
+    client.execute("kerasdist.run(hang, n=2)")
+    when_both_are_up(lambda: None)
+finally:
+    manager.shutdown_kernel(now=True)
+    client.stop_channels()
+print("DONE")
+"""
+
+
+@pytest.mark.skipif(
+    bool(_MISSING) and not os.environ.get("CI"), reason=f"{_MISSING} isn't installed"
+)
+def test_a_notebook(launcher: Launcher) -> None:
+    """Output is there while it's made; interrupt and kill leave nothing behind."""
+    launcher.env["JUPYTER_RUNTIME_DIR"] = str(launcher.folder / "runtime")
+    launcher.env["IPYTHONDIR"] = str(launcher.folder / "ipython")
+    (launcher.folder / "driver.py").write_text(DRIVER)
+    done = run_script(launcher, "driver.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "DONE\n"
+    launcher.nothing_runs()

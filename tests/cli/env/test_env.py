@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from kerasdist import __version__, cli
 from kerasdist.cli import env as command
 from kerasdist.cli.env import HIDDEN, hide_secrets, shown_variables
+from pace import bound
 
 PARTS = (
     *("versions", "extras", "system", "memory", "control_group", "limits", "network"),
@@ -34,34 +38,19 @@ def test_the_text_has_all_parts(capfd, monkeypatch):
     assert "can't be read" not in text
 
 
-def test_json_has_all_parts(capfd, monkeypatch):
+def test_json_has_all_parts_also_one_that_fails(capfd, monkeypatch):
+    def fail():
+        raise PermissionError(13, "Permission denied", "/proc/meminfo")
+
     monkeypatch.setenv("TF_CONFIG", "")
+    monkeypatch.setattr(command, "memory", fail)
     assert cli.main(["env", "--json", "--no-tensorflow"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert tuple(found) == ("command", "kerasdist", "ok", "error", *PARTS)
     assert (found["command"], found["ok"], found["error"]) == ("env", True, None)
     assert found["gpus"]["TensorFlow"] == "not asked (--no-tensorflow)"
-    assert found["memory"]["total_bytes"] > 10**8
-    assert found["memory"]["/dev/shm"]["total_bytes"] > 0
+    assert found["memory"]["unreadable"].startswith("PermissionError: [Errno 13] Per")
     assert found["system"]["cores of this process"] >= 1
-
-
-def test_a_part_that_fails_says_why_and_the_others_are_there(monkeypatch, capfd):
-    def fail():
-        raise PermissionError(13, "Permission denied", "/proc/meminfo")
-
-    monkeypatch.setattr(command, "memory", fail)
-    assert cli.main(["env", "--no-tensorflow"]) == 0
-    text = capfd.readouterr().out
-    assert "memory: can't be read: PermissionError: [Errno 13] Permission den" in text
-    assert "limits:\n  open files" in text
-
-
-def test_settings_that_are_wrong_are_a_part_of_the_report():
-    environ = {"TF_CONFIG": '{"cluster": {"worker": ["a"]}, "token": ["x1", "x2"]}'}
-    found = command.report(environ, 0.0)
-    assert "has no port" in found["launcher"]["place"]["unreadable"]
-    assert "x1" not in json.dumps(found)
 
 
 def test_the_launcher_and_the_place():
@@ -72,32 +61,10 @@ def test_the_launcher_and_the_place():
         "signs of": ["kerasdist run"],
         "place": "server of 1 worker (ps 0), by TF_CONFIG",
     }
-    environ = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
-    assert command.report(environ, 0.0)["launcher"] == {
-        "signs of": ["Open MPI"],
-        "place": "rank 1 of 2 (worker 1), by MPI",
-    }
-
-
-def test_tensorflow_is_asked_and_a_broken_one_is_reported(capfd):
-    exec(command.LIST_DEVICES, {})  # here, where it has been imported already
-    answer = capfd.readouterr().out.rpartition("\nDEVICES")[2]
-    assert "CPU:0" in json.loads(answer)["devices"]
-    program = [sys.executable, "-c", "print('\\nDEVICES[1]')"]
-    assert command.gpus(60.0, program)["TensorFlow"] == [1]
-    found = command.gpus(60.0, [sys.executable, "-c", "exit('no module')"])
-    text = found["TensorFlow"]["unreadable"]
-    assert text == "TensorFlow can't be imported (exit code 1): no module"
-
-
-def test_gpus_of_the_driver(tmp_path):
-    folder = tmp_path / "gpus" / "0000:01:00.0"
-    folder.mkdir(parents=True)
-    (folder / "information").write_text("Model: \t NVIDIA A100\nIRQ: 1\n")
-    (tmp_path / "version").write_text("NVRM version: 550.1\nGCC\n")
-    found = command.gpus(0.0, drivers=str(tmp_path))
-    assert found["driver"] == "NVRM version: 550.1"
-    assert found["GPUs of the driver"] == ["NVIDIA A100"]
+    environ = {"TF_CONFIG": '{"cluster": {"worker": ["a"]}, "token": ["x1", "x2"]}'}
+    found = command.report(environ, 0.0)
+    assert "has no port" in found["launcher"]["place"]["unreadable"]
+    assert "x1" not in json.dumps(found)
 
 
 def test_limits_of_control_groups(tmp_path):
@@ -118,17 +85,13 @@ SECRET = "s3cr3t-s3cr3t"
     ("name", "value"),
     [
         ("KERASDIST_SECRET", SECRET),
-        ("SLURM_JWT", SECRET),
         ("TF_API_KEY", SECRET),
         ("CUDA_auth", SECRET),
-        ("TF_PASSWORD_OF_X", SECRET),
-        ("TF_CONFIG", json.dumps({"a": [{"api_token": SECRET}]})),
-        ("TF_CONFIG", json.dumps({"tokens": [SECRET, SECRET]})),
-        ("TF_CONFIG", json.dumps({"password": f"two {SECRET}"})),
+        ("TF_CONFIG", json.dumps({"a": [{"tokens": [SECRET, SECRET]}]})),
         ("TF_CONFIG", f'{{"password": "two {SECRET}", broken'),
         ("TF_PROXY", f"http://user:{SECRET}@host:1"),
         ("TF_ARGS", f"--token={SECRET} --x=1"),
-        ("TF_ARGS", f"--client-secret '{SECRET} more'".replace(" '", "='")),
+        ("TF_ARGS", f"--client-secret='{SECRET} more'"),
         ("OMPI_MCA_x", f"password: {SECRET}"),
     ],
 )
@@ -142,10 +105,7 @@ def test_secrets_are_hidden(name, value):
 def test_secrets_are_hidden_wherever_they_stand():
     environ = {"AWS_SECRET_ACCESS_KEY": SECRET, "TF_X": f"a{SECRET}b", "MY_KEY": "a"}
     assert hide_secrets(shown_variables(environ), environ) == {"TF_X": f"a{HIDDEN}b"}
-    assert hide_secrets({"a": [f"/{SECRET}/b"], "n": 1}, environ) == {
-        "a": [f"/{HIDDEN}/b"],
-        "n": 1,
-    }
+    assert hide_secrets([f"/{SECRET}/b", 1], environ) == [f"/{HIDDEN}/b", 1]
 
 
 def test_what_isnt_secret_is_shown():
@@ -159,3 +119,28 @@ def test_what_isnt_secret_is_shown():
     }
     shown = hide_secrets(shown_variables(environ), {**environ, "MY_KEY": "/home/a"})
     assert shown == {key: value for key, value in environ.items() if key != "HOME"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["env", "--no-tensorflow"],
+        ["doctor", "--json", "--timeout", "0"],
+    ],
+)
+def test_a_reader_that_has_enough_ends_it_without_a_traceback(command):
+    """`kerasdist env | head`, and documents, which are printed at the end."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "kerasdist", *command],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            timeout=bound(60),
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 128 + signal.SIGPIPE
+    lines = done.stderr.splitlines()
+    assert all(line.startswith(("usage: ", " ", "kerasdist ")) for line in lines)

@@ -1,9 +1,10 @@
-"""`kerasdist run` with servers: who is lost, in real jobs; see `test_outcome.py`."""
+"""`kerasdist run`: who is lost or to blame, in real jobs; see `test_outcome.py`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -13,11 +14,9 @@ from launching import wait_until_said
 from pace import bound
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(90)
 
-# `steps` of each worker; `work` is the test's, in the midst of them.
 SCRIPT = """
-import time
 import numpy as np
 from kerasdist.cluster import resolve
 from kerasdist.parameter_server import *
@@ -33,53 +32,35 @@ if cluster.task_type == "ps":
     mark(f"environ-{rank}", json.dumps(dict(os.environ)))
     run_server(cluster, settings, timeouts)
     sys.exit(0)
-reporter = Reporter("job", rank)
 client = connect_servers(
-    cluster, settings, timeouts=timeouts, on_failure=reporter.failed)
-table = None
-if settings.mode == "async":
-    table = client.open_table([Variable(name="v", shape=(4,))], [np.zeros(4, "f4")])
-
-def step():
-    if table is None:
-        client.communicator.all_reduce([np.ones(4, "f4")])
-    else:
-        table.push_pull([np.ones(4, "f4")])
-    time.sleep(0.005)
-
-def until(name):
-    while not Path(name).exists():
-        step()
-
-step()
+    cluster, settings, timeouts=timeouts, on_failure=Reporter("job", rank).failed)
+table = client.open_table([Variable(name="v", shape=(4,))], [np.zeros(4, "f4")])
+table.push_pull([np.ones(4, "f4")])
 mark(f"going-{rank}")
-BODY
+if sys.argv[1:]:
+    client.close(ValueError("the real reason"))
+    wait_for_end(Path("pid-ps-0").read_text())
+    os._exit(6)
+while not Path("enough").exists():
+    table.push_pull([np.ones(4, "f4")])
+    time.sleep(0.005)
 client.close()
-mark(f"done-{rank}")
 """
-GO_ON = "until('enough')"
-# A busy machine may need longer than the launcher waits for others' own ends.
-PATIENT = (
-    "from kerasdist.cli.run import supervisor; "
-    "supervisor.LET_THEM_FAIL = supervisor.LET_CAUSE_END = 40"
-)
 
 
-def script_of(body=GO_ON, heartbeat=10.0, **settings):
+def script_of(heartbeat=10.0, **settings):
     text = SCRIPT.replace("SETTINGS", repr({"mode": "async", **settings}))
-    return text.replace("BODY", body).replace("HEARTBEAT", str(heartbeat))
+    return text.replace("HEARTBEAT", str(heartbeat))
 
 
-def begin(launcher, script, workers=3, servers=2, **more):
-    process = launcher.start(
-        *("-n", workers, "--ps", servers, "script.py"), script=script, **more
-    )
-    launcher.wait_for(*(f"going-{rank}" for rank in range(workers)))
+def begin(launcher, script, **more):
+    process = launcher.start("-n", 3, "--ps", 1, "script.py", script=script, **more)
+    launcher.wait_for(*(f"going-{rank}" for rank in range(3)))
     return process
 
 
 def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
-    process = begin(launcher, script_of(heartbeat=3.0), servers=1, quick=True)
+    process = begin(launcher, script_of(heartbeat=3.0), quick=True)
     (pid,) = launcher.pids("pid-worker-1")
     os.kill(pid, signal.SIGSTOP)
     line = wait_until_said(process, "lost")
@@ -90,53 +71,17 @@ def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
 
 
-def test_a_failure_of_all_is_no_loss(launcher):
-    # Not before all have begun: the launcher ends who hasn't.
-    body = (
-        "for each in range(3): wait_for(f'going-{each}')\n"
-        "if rank: client.communicator.barrier()\nclient.communicator.all_gather(1)"
-    )
-    process = begin(launcher, script_of(body), servers=1)
-    code, _, err = launcher.finish(process)
-    assert code == 1
-    assert "CollectiveMismatch" in err
-    assert "the others go on" not in err
-
-
 def test_a_server_that_has_lost_its_worker_isnt_the_first(launcher):
-    # The worker fails, and takes its time to end. The server ends before it.
-    body = (
-        "client.close(ValueError('the real reason'))\n"
-        "wait_for_end(Path('pid-ps-0').read_text())\nos._exit(6)"
+    """The worker fails, and takes its time to end. The server ends before it."""
+    code, _, err = launcher.run(
+        *("-n", 1, "--ps", 1, "script.py", "fail"),
+        script=script_of(),
+        before="from kerasdist.cli.run import supervisor as s; "
+        "s.LET_THEM_FAIL = s.LET_CAUSE_END = 40",
     )
-    script = script_of(body, mode="async")
-    process = begin(launcher, script, workers=1, servers=1, before=PATIENT)
-    code, _, err = launcher.finish(process)
     assert code == 6, err
     assert "rank 0 failed with exit code 6; the other workers and servers" in err
     assert "afterwards server 0 failed with exit code 1" in err
-
-
-def test_who_has_lost_a_server_isnt_the_first(launcher):
-    # The server fails, and takes its time to end. The workers end before it.
-    script = script_of("while True: step()", mode="sync").replace(
-        "run_server(cluster, settings, timeouts)",
-        """import threading
-    from kerasdist.parameter_server.server.server import ParameterServer
-    server = ParameterServer(cluster, settings, timeouts=timeouts)
-    threading.Thread(target=server.serve, daemon=True).start()
-    wait_for("going-0"), wait_for("going-1")
-    server.close()
-    for worker in range(2):
-        wait_for_end(Path(f"pid-worker-{worker}").read_text())
-    os._exit(6)""",
-    )
-    process = begin(launcher, script, workers=2, servers=1, before=PATIENT)
-    code, _, err = launcher.finish(process)
-    assert code == 6, err
-    assert "server 0 failed with exit code 6" in err
-    for worker in range(2):
-        assert f"afterwards rank {worker} failed with exit code 1" in err
 
 
 def by_hand(launcher, kind, index):
@@ -168,7 +113,7 @@ def test_a_lost_server_may_be_started_again(launcher):
         "snapshot_updates": 5,
         "restart_timeout": 30.0,
     }
-    process = begin(launcher, script_of(**settings), servers=1)
+    process = begin(launcher, script_of(**settings))
     (first,) = launcher.pids("pid-ps-0")
     path = path_of(settings["snapshot_dir"], 0)
     wait_until(path.exists, "a snapshot")
@@ -190,3 +135,62 @@ def test_a_lost_server_may_be_started_again(launcher):
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
     assert third.wait(bound(20)) == 0
     assert second.wait(bound(20)) == 0
+
+
+@pytest.mark.parametrize("output", ["chief", "all"])
+def test_the_cause_is_shown_first_however_late_its_process_ends(launcher, output):
+    """The others' own errors follow from it; a hook of the script's own stays."""
+    script = """
+import atexit, itertools
+import numpy as np
+import kerasdist.cluster
+from kerasdist.collectives import connect
+from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
+from kerasdist.transport.deadline import Timeouts
+
+job = connect(kerasdist.cluster.resolve(), timeouts=Timeouts(heartbeat=30.0))
+mark(f"up-{rank}", os.getpid())
+
+def steps(count=None):
+    for step in itertools.count() if count is None else range(count):
+        job.communicator.all_reduce([np.ones(100, np.float32)])
+
+if rank == 2:
+    sys.excepthook = lambda *error: print("my hook:", error[0].__name__)
+hand_over_final_error()
+
+def tidy_up():
+    # As TensorFlow does: the process goes on when kerasdist has left already.
+    for other in (0, 2):
+        wait_for_end(Path(f"up-{other}").read_text())
+    time.sleep(1.0)  # longer than the launcher waits for others
+    os._exit(9)
+
+if rank == 1:
+    wait_for("up-0"), wait_for("up-2")
+    # Handlers run in the reverse order: leaving as a strategy does comes first.
+    atexit.register(tidy_up)
+    atexit.register(lambda: job.close(getattr(sys, "last_value", None)))
+    steps(5)
+    raise ValueError("the real reason")
+steps()
+"""
+    code, out, err = launcher.run(
+        *("-n", 3, "--output", output, "script.py"),
+        script=script,
+        before="from kerasdist.cli.run import supervisor as s; "
+        "s.LET_THEM_FAIL = 0.5; s.LET_CAUSE_END = 60",
+    )
+    assert code == 9, err
+    assert "rank 1 failed with exit code 9; the other workers were ended" in err
+    shown = err[err.index("the end of rank 1's output:") :]
+    assert re.search(r"^Traceback [^\0]*\nValueError: the real reason$", shown, re.M)
+    text = out + err
+    assert "WorkerLost: Rank 1 " not in text[: text.index("ValueError: the real")]
+    after = "kerasdist run: afterwards rank {} failed with exit code 1"
+    assert f"{after.format(0)}: kerasdist.errors.WorkerLost: Rank 1 " in err
+    assert f"{after.format(2)}\n" in err
+    if output == "all":
+        assert "[2] my hook: WorkerLost\n" in out
+    else:
+        assert err.count("Traceback") == 1, err

@@ -18,20 +18,12 @@ import pytest
 from kerasdist import cli
 from kerasdist.cli.env import find_allocator
 from kerasdist.cli.run import command
-from kerasdist.cli.run.outcome import exit_code, in_words
-from kerasdist.cli.run.output import LineTagger, WholeLines, end_of, last_traceback
-from kerasdist.cli.run.processes import descendants
 from kerasdist.cli.run.spawn import cores_in_order, shares, thread_variables
-from launching import HANG, terminals_of
+from launching import HANG
 from pace import bound
 from waiting import wait_until
-from workers import python_env
 
 pytestmark = pytest.mark.timeout(90)
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-
-
-# --- who am I ---
 
 
 def test_each_task_has_its_settings_and_its_listening_socket(launcher):
@@ -73,12 +65,8 @@ def test_each_task_has_its_settings_and_its_listening_socket(launcher):
     assert sorted({core for share in cores for core in share}) == mine
     assert ("3 workers share" in err) == (len(mine) < 3)
     library = find_allocator()
-    said = (
-        "no allocator is inst"
-        if library is None
-        else f"workers allocate with {library}"
-    )
-    assert said in err
+    used = "no allocator is inst" if library is None else f"allocate with {library}"
+    assert used in err
     for (kind, index), each in zip(tasks, found, strict=True):
         maps = each.pop("maps")
         assert library is None or os.path.realpath(library) in maps
@@ -107,48 +95,12 @@ def test_each_task_has_its_settings_and_its_listening_socket(launcher):
     assert f"the others' output goes to {Path('logs/rank-1.log')} ... ps-1.log\n" in err
 
 
-@ON_LINUX
-def test_a_module_a_secret_and_a_library(launcher):
-    """Each job has a fresh secret, unless the user has one."""
-    package = launcher.folder / "package"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "train.py").write_text(
-        "import os, sys; print(__name__, sys.argv[1:], len(os.sched_getaffinity(0)), "
-        "*map(os.environ.get, ('KERASDIST_SECRET', 'LD_PRELOAD', 'OMP_NUM_THREADS')))"
-    )
-    # Any library will do.
-    path = re.search(r"/\S*/libm\.so\S*", Path("/proc/self/maps").read_text())[0]
-    launcher.env["LD_PRELOAD"] = "libdl.so.2"
-    secrets = []
-    for own, options in ((None, ()), (None, ()), ("s" * 16, ("--malloc", path, "--"))):
-        if own:
-            launcher.env["KERASDIST_SECRET"] = own
-        code, out, err = launcher.run(
-            *("-n", 1, *options, "-m", "package.train", "-n", "--x", "--")
-        )
-        begin = f"__main__ ['-n', '--x', '--'] {len(os.sched_getaffinity(0))} "
-        assert code == 0, err
-        assert out.startswith(begin)
-        secret, libraries, threads = out.removeprefix(begin).split()
-        secrets.append(secret)
-        assert libraries == (f"{path}:" if own else "") + "libdl.so.2"
-        assert (f"workers allocate with {path}\n" in err) == bool(own)
-        assert threads == "None"
-    assert secrets[0] != secrets[1]
-    assert secrets[2] == "s" * 16
-
-
-# --- what can't be started ---
-
-
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """The jobs that the command would start."""
     jobs = []
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").touch()
-    monkeypatch.setattr(command, "launch", lambda arguments, job: jobs.append(job) or 0)
+    monkeypatch.setattr(command, "run_supervised", lambda job: jobs.append(job) or 0)
     return jobs
 
 
@@ -157,26 +109,19 @@ def started(tmp_path, monkeypatch):
     [
         ("-n 0 none.py", "-n must be an integer >= 1. Received: -n 0\n  there is no s"),
         ("-n two script.py", "-n must be an integer >= 1. Received: -n two"),
-        ("-n 2 --ps -1 script.py", "--ps must be an integer >= 0. Received: --ps -1"),
-        ("-n 2 python none.py", "there is no script 'none.py'"),
         ("-n 2 .", ". is a folder without a __main__.py"),
         ("-n 2 -m no_such.module", "there is no module 'no_such.module'"),
-        ("-n 2 -m json.none", "there is no module 'json.none'"),
         ("-n 2 -m", "-m must be followed by the name of a module"),
         ("-n 2", "expected a script"),
         ("script.py", "-n, the number of workers, is missing"),
-        ("-n 2 --bind x script.py", "invalid choice: 'x'"),
         ("-n 2 --malloc x script.py", "'none', 'auto' or the path"),
-        ("-n 2 --malloc ./x.so script.py", "which can't be read"),
         ("-n 2 --log-dir script.py script.py", "--log-dir must be a folder"),
         ("-n 2 --color script.py", "kerasdist run: error: unrecognized"),
         ("-n 2 --restarts 1 script.py", "Received: --restarts 1 without --elastic"),
-        ("-n 2 --min-workers 1 script.py", "--min-workers 1 without --elastic"),
         ("-n 2 --max-workers 3 script.py", "--max-workers 3 without --elastic"),
         ("-n 2 --elastic --min-workers 3 script.py", "--min-workers 3 and -n 2"),
         ("-n 2 --elastic --max-workers 1 script.py", "--max-workers 1 and -n 2"),
         ("-n 2 --elastic --min-workers 0 script.py", "must be an integer >= 1"),
-        ("-n 2 --elastic --restarts x script.py", "Received: --restarts x"),
         ("-n 3 script.py", "this host has 2 GPUs for 3 workers. Expected at least"),
         ("-n 3 --gpus 1 script.py", "2 GPUs for 3 workers, which isn't enough. Rec"),
         ("-n 2 --gpus some script.py", "--gpus must be 'auto', 'all', 'none' or a nu"),
@@ -221,7 +166,20 @@ def test_an_interpreter_before_the_script_is_left_out(started, typed, expected):
     assert (job.environ.get("PYTHONUNBUFFERED") == "1") or "-u" not in typed
 
 
-# --- output ---
+def test_each_job_has_a_secret_of_its_own_unless_the_user_has_one(started, monkeypatch):
+    monkeypatch.delenv("KERASDIST_SECRET", raising=False)
+    monkeypatch.setenv("LD_PRELOAD", "libdl.so.2")
+    # Any library will do.
+    path = re.search(r"/\S*/libm\.so\S*", Path("/proc/self/maps").read_text())[0]
+    for own in ("", "", "s" * 16):
+        if own:
+            monkeypatch.setenv("KERASDIST_SECRET", own)
+        assert cli.main(["run", "-n", "1", "--malloc", path, "script.py"]) == 0
+    first, second, third = started
+    assert first.secret != second.secret
+    assert third.secret == "s" * 16
+    assert first.environ["LD_PRELOAD"] == f"{path}:libdl.so.2"
+    assert first.cores == ()
 
 
 def test_logs_are_temporary_and_nothing_is_left_after_success(launcher):
@@ -278,41 +236,23 @@ def test_tagged_output_and_logs(launcher):
     assert launcher.temporary() == []
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_log_is_written_to_no_link_and_waits_for_no_reader(launcher, kind):
+def test_a_log_is_written_to_no_link_and_waits_for_no_reader(launcher):
     """Another user may have prepared the folder."""
     folder = launcher.folder / "logs"
     folder.mkdir()
     mine = launcher.folder / "mine"
     mine.write_text("my file")
-    if kind == "link":
-        (folder / "rank-1.log").symlink_to(mine)
-    else:
-        os.mkfifo(folder / "rank-1.log")
-    code, _, err = launcher.run(
-        *("-n", 2, "--log-dir", "logs", "script.py"), script='mark("ran")'
-    )
-    assert code == 1
-    assert "A task's log can't be written" in err
-    assert "rank-1.log" in err
-    assert mine.read_text() == "my file"
-
-
-def test_tagged_output_that_nobody_reads_doesnt_stop_the_job(launcher):
-    process = launcher.start(
-        *("-n", 2, "--output", "all", "script.py"),
-        script="""
-        if rank == 1:
-            wait_for("closed")
-            print("x" * 500_000)
-        """,
-    )
-    process.stdout.close()
-    (launcher.folder / "closed").touch()
-    assert process.wait(bound(60)) == 0
-
-
-# --- failures ---
+    log = folder / "rank-1.log"
+    for prepare in (lambda: log.symlink_to(mine), lambda: os.mkfifo(log)):
+        prepare()
+        code, _, err = launcher.run(
+            *("-n", 2, "--log-dir", "logs", "script.py"), script='mark("ran")'
+        )
+        assert code == 1
+        assert "A task's log can't be written" in err
+        assert "rank-1.log" in err
+        assert mine.read_text() == "my file"
+        log.unlink()
 
 
 def test_the_first_failing_rank_is_shown_and_the_rest_is_ended(launcher):
@@ -335,9 +275,8 @@ def test_the_first_failing_rank_is_shown_and_the_rest_is_ended(launcher):
             sys.exit(3)
         """,
     )
-    ended = time.monotonic()
+    assert time.monotonic() - float(launcher.wait_for("failed")[0]) < 40.0
     assert code == 3, err
-    assert ended - float(launcher.wait_for("failed")[0]) < 40.0
     assert "rank 1 failed with exit code 3; the other workers were ended" in err
     traceback = err[err.index("Traceback") :]
     assert 'raise ValueError("the real reason")' in traceback
@@ -348,11 +287,11 @@ def test_the_first_failing_rank_is_shown_and_the_rest_is_ended(launcher):
     launcher.nothing_runs(within=5.0)
 
 
-# --- tasks that are stopped ---
-
-
 def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
-    """A chief that freezes while it saves the model: its job needs it no longer."""
+    """A chief that freezes while it saves the model: its job needs it no longer.
+
+    The launcher ends it although nobody reads what it says of that.
+    """
     process = launcher.start(
         *("-n", 3, "script.py"),
         script="""
@@ -369,66 +308,34 @@ def test_nobody_waits_for_what_is_stopped_when_all_others_have_ended(launcher):
     # As long as another one runs, it may be needed.
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.5)
+    # After Ctrl-Z the launcher is stopped, too.
+    os.kill(process.pid, signal.SIGSTOP)
     (launcher.folder / "stopped").touch()
-    _, err = process.communicate(timeout=bound(60))
-    assert process.returncode == 1
-    assert (
-        "kerasdist run: rank 0 was stopped by a signal, and all others have ended: "
-        "waiting no longer\n" in err
-    )
-
-
-def test_a_launcher_whose_output_nobody_reads_ends_the_job_all_the_same(launcher):
-    """It tells of the frozen task first: with `2>&1 | less` that once was all."""
-    process = launcher.start(
-        *("-n", 2, "script.py"),
-        script="""
-        if rank == 1:
-            mark("up-1", os.getpid())
-            wait_for("never")
-        """,
-        quick=True,
-    )
-    (pid,) = launcher.pids("up-1")
+    time.sleep(1.5)
+    assert psutil.pid_exists(chief)
     pipe = f"/proc/self/fd/{process.stderr.fileno()}"
     full = contextlib.suppress(BlockingIOError)
     with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as writing, full:
         while os.write(writing.fileno(), b"x" * 4096):
             pass
-    os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: not psutil.pid_exists(pid), "the end of rank 1")
-    assert "kerasdist run: rank 1 was stopped by a signal" in process.stderr.read()
-    assert process.wait(bound(30)) == 1
-
-
-def test_ctrl_z_of_a_launcher_ends_nothing(launcher):
-    process = launcher.start(
-        *("-n", 2, "script.py"),
-        script="""
-        if rank == 0:
-            mark("up-0", os.getpid())
-            wait_for("go on")
-        """,
-        quick=True,
+    os.kill(process.pid, signal.SIGCONT)
+    wait_until(lambda: not psutil.pid_exists(chief), "the end of rank 0")
+    assert (
+        "kerasdist run: rank 0 was stopped by a signal, and all others have ended: "
+        "waiting no longer\n" in process.stderr.read()
     )
-    (chief,) = launcher.pids("up-0")
-    for pid in (process.pid, chief):
-        os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.5)
-    for pid in (chief, process.pid):
-        os.kill(pid, signal.SIGCONT)
-    (launcher.folder / "go on").touch()
-    _, err = process.communicate(timeout=bound(60))
-    assert process.returncode == 0, err
-
-
-# --- the user ends the job ---
+    assert process.wait(bound(30)) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
 def test_a_signal_to_the_launcher_ends_everything(launcher, number):
-    process = launcher.start("-n", 2, "script.py", script=HANG)
+    """Also if nobody reads what the tasks print."""
+    options = ("-n", 2, "--output", "all", "script.py")
+    script = 'wait_for("closed")\nif rank:\n    print("x" * 500_000)\n' + HANG
+    process = launcher.start(*options, script=script)
+    process.stdout.close()
+    process.stdout = None
+    (launcher.folder / "closed").touch()
     launcher.pids("up-0", "up-1")
     process.send_signal(number)
     _, err = process.communicate(timeout=bound(60))
@@ -462,7 +369,7 @@ def test_ctrl_c_ends_servers_after_their_workers(launcher):
     launcher.nothing_runs(within=5.0)
 
 
-def test_a_second_signal_doesnt_wait(launcher):
+def test_a_second_signal_doesnt_wait_and_an_ignored_one_stays_ignored(launcher):
     process = launcher.start(
         *("-n", 2, "script.py"),
         script="""
@@ -471,60 +378,24 @@ def test_a_second_signal_doesnt_wait(launcher):
         hang()
         """,
         # Otherwise two at once would count as one.
-        before="from kerasdist.cli.run import supervisor as s; s.TWICE = 0; "
+        before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        "from kerasdist.cli.run import supervisor as s; s.TWICE = 0; "
         "s.INTERRUPT_TO_TERM = s.TERM_TO_KILL = 100",
     )
     launcher.pids("up-0", "up-1")
+    process.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGINT)
     launcher.wait_for("got-0", "got-1")
     process.send_signal(signal.SIGINT)
     assert process.wait(bound(60)) == 130
 
 
-def test_a_signal_that_is_ignored_stays_ignored(launcher):
-    process = launcher.start(
-        *("-n", 2, "script.py"),
-        script='mark(f"up-{rank}", os.getpid()); wait_for("go")',
-        before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)",
-    )
-    launcher.pids("up-0", "up-1")
-    process.send_signal(signal.SIGHUP)
-    (launcher.folder / "go").touch()
-    assert process.wait(bound(60)) == 0
-
-
-@pytest.fixture
-def terminal(launcher):
-    with terminals_of(launcher) as start:
-        yield start
-
-
-def test_ctrl_c_on_a_terminal(launcher, terminal):
-    opened = terminal(
-        *("-n", 3, "script.py"),
-        script="""
-        try:
-            mark(f"up-{rank}", os.getpid())  # from then on Ctrl-C may come
-            wait_for("never")
-        except KeyboardInterrupt:
-            time.sleep(0.3)  # a second one would break this off
-            mark(f"tidied-{rank}")
-            raise
-        """,
-    )
-    launcher.pids("up-0", "up-1", "up-2")
-    os.write(opened.fd, b"\x03")
-    output = opened.read()
-    assert opened.wait() == 130
-    launcher.wait_for("tidied-0", "tidied-1", "tidied-2")
-    assert output.count("KeyboardInterrupt") == 1
-    launcher.nothing_runs(within=5.0)
-
-
-def test_the_chief_has_the_terminal(launcher, terminal):
+def test_the_chief_has_the_terminal_and_ctrl_c_reaches_each_rank_once(
+    launcher, terminal
+):
     """The launcher's lines come through one that stops what the background writes."""
     opened = terminal(
-        *("-n", 2, "script.py"),
+        *("-n", 3, "script.py"),
         script="""
         import termios
         mark(f"is-{rank}", json.dumps([os.isatty(i) for i in range(3)]))
@@ -535,23 +406,31 @@ def test_the_chief_has_the_terminal(launcher, terminal):
             settings = termios.tcgetattr(0)
             settings[3] |= termios.TOSTOP
             termios.tcsetattr(0, termios.TCSANOW, settings)  # a debugger does this
-            mark("set")
+        try:
+            mark(f"up-{rank}", os.getpid())  # from then on Ctrl-C may come
             wait_for("never")
-        wait_for("set")
-        sys.exit(3)
+        except KeyboardInterrupt:
+            time.sleep(0.3)  # a second one would break this off
+            mark(f"tidied-{rank}")
+            raise
         """,
     )
     launcher.wait_for("asks")
     os.write(opened.fd, b"me\n")
+    launcher.wait_for("up-0", "up-1", "up-2")
+    os.write(opened.fd, b"\x03")
     output = opened.read()
-    assert opened.wait() == 3
+    assert opened.wait() == 130
     assert launcher.wait_for("answer") == ["me"]
     assert json.loads(launcher.wait_for("is-0")[0]) == [True] * 3
     assert json.loads(launcher.wait_for("is-1")[0]) == [False] * 3
     # What is typed may be echoed between the two.
     assert "bar 1\rbar 2\r" in output
     assert "name? " in output
-    assert "rank 1 failed with exit code 3" in output
+    launcher.wait_for("tidied-0", "tidied-1", "tidied-2")
+    assert output.count("KeyboardInterrupt") == 1
+    assert "kerasdist run: ended by SIGINT" in output
+    launcher.nothing_runs(within=5.0)
 
 
 def test_closing_the_terminal_ends_everything(launcher, terminal):
@@ -561,9 +440,6 @@ def test_closing_the_terminal_ends_everything(launcher, terminal):
     opened.fd = os.open(os.devnull, os.O_RDONLY)
     assert opened.wait() == 128 + signal.SIGHUP
     launcher.nothing_runs()
-
-
-# --- somebody kills us ---
 
 
 @pytest.mark.parametrize("victim", ["launcher", "its group", "supervisor", "both"])
@@ -591,28 +467,11 @@ def test_kill_9_leaves_nothing(launcher, victim):
     launcher.nothing_runs()
 
 
-# --- cores ---
-
-
-@pytest.mark.parametrize(
-    ("cores", "size", "expected"),
-    [
-        ([0, 1, 2, 3], 1, [(0, 1, 2, 3)]),
-        ([0, 1, 2, 3], 2, [(0, 1), (2, 3)]),
-        ([4, 5, 6], 2, [(4,), (5, 6)]),
-        ([0, 1], 4, [(0,), (0,), (1,), (1,)]),
-        ([7], 3, [(7,), (7,), (7,)]),
-    ],
-)
-def test_shares(cores, size, expected):
-    assert shares(cores, size) == expected
-
-
-def test_threads_are_at_least_one():
+def test_cores_are_shared_and_hardware_threads_of_one_stay_together(monkeypatch):
+    assert shares([0, 1, 2, 3], 1) == [(0, 1, 2, 3)]
+    assert shares([4, 5, 6], 2) == [(4,), (5, 6)]
+    assert shares([0, 1], 4) == [(0,), (0,), (1,), (1,)]
     assert set(thread_variables(0).values()) == {"1", "2"}
-
-
-def test_hardware_threads_of_one_core_stay_together(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
     def read(path):  # 0 and 2 are one core, 1 and 3 the other
@@ -620,117 +479,3 @@ def test_hardware_threads_of_one_core_stay_together(monkeypatch):
         return f"{core % 2}\n" if path.endswith("core_id") else "0\n"
 
     assert cores_in_order(read) == [0, 2, 1, 3]
-
-    def nothing(path):
-        raise FileNotFoundError(path)
-
-    assert cores_in_order(nothing) == [0, 1, 2, 3]
-
-
-# --- pieces ---
-
-
-def test_importing_the_command_needs_no_tensorflow():
-    code = "import sys, kerasdist.cli; sys.exit('tensorflow' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=python_env(), timeout=bound(60)
-    )
-    assert done.returncode == 0
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_tagger_doesnt_care_how_output_is_cut(size):
-    data = b"a\nb\r\n\n1\r2\r3\n\r    \rx\ny\r  \r\nend"
-    tagger = LineTagger(b"[1] ")
-    result = b"".join(
-        tagger.feed(data[i : i + size], 0.0) for i in range(0, len(data), size)
-    )
-    result += tagger.flush()
-    assert result == b"[1] a\n[1] b\n[1]\n[1] 3\n[1] x\n[1] end\n"
-    assert tagger.flush() == b""
-
-
-def test_tagger_shows_long_progress_now_and_then():
-    tagger = LineTagger(b"[1] ")
-    shown = [tagger.feed(f"\r{second}%".encode(), second) for second in range(13)]
-    assert [each for each in shown if each] == [b"[1] 5%\n", b"[1] 10%\n"]
-
-
-def test_tagger_cuts_lines_without_end():
-    tagger = LineTagger(b"[1] ")
-    assert len(tagger.feed(b"x" * 100_000, 0.0)) == 100_005
-
-
-def test_whole_lines_stay_as_they_are():
-    data = b"a\n 1\r 2\r\n" + b"x" * 100_000 + b"\nend"
-    lines = WholeLines()
-    given = [lines.feed(data[i : i + 7], 0.0) for i in range(0, len(data), 7)]
-    assert b"".join(given) + lines.flush() == data
-    assert lines.flush() == b""
-    assert WholeLines().feed(b"a\nb", 0.0) == b"a\n"
-    assert WholeLines().feed(b"bar 1\rbar", 0.0) == b"bar 1\r"
-
-
-CHAINED = """before
-Traceback (most recent call last):
-  unrelated
-ValueError: 0
-text
-Traceback (most recent call last):
-  one
-ValueError: 1
-
-During handling of the above exception, another exception occurred:
-
-Traceback (most recent call last):
-  two
-ValueError: 2
-
-The above exception was the direct cause of the following exception:
-
-Traceback (most recent call last):
-  three
-ValueError: 3
-"""
-
-
-def test_the_last_traceback_has_its_causes():
-    found = last_traceback(CHAINED)
-    assert found is not None
-    assert found.startswith("Traceback (most recent call last):\n  one\n")
-    assert found.endswith("ValueError: 3")
-    group = "x\n  + Exception Group Traceback (most recent call last):\n  | y"
-    assert last_traceback(group) == group[2:]
-    assert last_traceback("no traceback") is None
-
-
-def test_the_end_of_an_output():
-    text = "\n".join(map(str, range(100)))
-    assert end_of(text).splitlines() == [str(i) for i in range(80, 100)]
-    long = "Traceback (most recent call last):\n" + "x\n" * 1000 + "ValueError: 1"
-    lines = end_of(long).splitlines()
-    assert len(lines) == 201
-    assert lines[100] == "  [... 802 lines]"
-    assert lines[-1] == "ValueError: 1"
-    assert end_of("") == ""
-
-
-def test_exit_codes():
-    assert [exit_code(code) for code in (3, -9, -15)] == [3, 137, 143]
-    assert in_words(3) == "failed with exit code 3"
-    assert in_words(-11) == "was ended by signal SIGSEGV (11)"
-    assert in_words(-9).startswith("was ended by signal SIGKILL (9), sent by")
-
-
-def test_descendants_without_proc(monkeypatch):
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as child:
-        try:
-            assert child.pid in descendants(os.getpid())
-            real = Path.exists
-            monkeypatch.setattr(
-                Path, "exists", lambda p: str(p) != "/proc/self/stat" and real(p)
-            )
-            assert child.pid in descendants(os.getpid())
-        finally:
-            child.kill()
-    assert child.pid not in descendants(os.getpid())

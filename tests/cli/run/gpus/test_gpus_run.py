@@ -1,23 +1,23 @@
-"""`kerasdist run --gpus` with real processes, and a program in the driver's place."""
+"""The GPUs of a host and their division: real processes, and a program as driver."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ssh import SshHosts
 
-import kerasdist
-from hosts import Hosts
-from kerasdist.errors import ClusterError
+from kerasdist.cli.run.hosts.find_gpus import find_gpus
+from kerasdist.cli.run.job_spec import divide, divisions_in_words
 from launching import Launcher
 from pace import bound
 
 pytestmark = pytest.mark.timeout(90)
-_NO_SSH, _NO_HOSTS = SshHosts.available(), Hosts.available()
+_NO_SSH = SshHosts.available()
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 SHOW = f"""
 names = {NAMES!r}
@@ -28,81 +28,65 @@ mark(f"{{kind}}-{{rank}}-{{incarnation}}", json.dumps(found))
 """
 
 
-@pytest.fixture(autouse=True)
-def _no_variable(launcher: Launcher) -> None:
+@pytest.fixture
+def launcher(launcher: Launcher) -> Launcher:
     del launcher.env["CUDA_VISIBLE_DEVICES"]
+    return launcher
 
 
-def give_gpus(launcher: Launcher, count: int) -> None:
-    """Put a program in the driver's place, which lists this many GPUs."""
-    folder = launcher.folder / "driver"
-    folder.mkdir()
+def driver(folder: Path, text: str) -> dict[str, str]:
+    """Put a program in the driver's place, which runs this."""
     program = folder / "nvidia-smi"
-    lines = "".join(f"GPU {i}: NVIDIA L4 (UUID: GPU-{i})\n" for i in range(count))
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}END\n")
+    program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
-    launcher.env["PATH"] = f"{folder}:{launcher.env['PATH']}"
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def shown(launcher: Launcher, *names: str) -> list[Any]:
     return [json.loads(text) for text in launcher.wait_for(*names)]
 
 
-def test_workers_share_the_gpus_and_know_their_ranks(launcher: Launcher) -> None:
-    """Servers have none; ranks of an outer launcher aren't those of this job."""
-    give_gpus(launcher, 4)
-    launcher.env.update(RANK="7", WORLD_SIZE="9", LOCAL_RANK="3")
-    code, _, err = launcher.run("-n", 2, "--ps", 1, "script.py", script=SHOW)
-    assert code == 0, err
-    assert "kerasdist run: 4 GPUs for 2 workers, 2 each\n" in err
-    assert shown(launcher, "worker-0-0", "worker-1-0", "ps-0-0") == [
-        ["0", "0", "2", "2", "GPU-0,GPU-1"],
-        ["1", "1", "2", "2", "GPU-2,GPU-3"],
-        [None, None, None, None, "-1"],
-    ]
-
-
 def test_gpus_that_cannot_be_listed_are_warned_of(launcher: Launcher) -> None:
-    give_gpus(launcher, 0)
-    program = launcher.folder / "driver" / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho no driver; exit 9\n")
-    code, _, err = launcher.run("-n", 2, "script.py", script=SHOW)
+    launcher.env |= driver(launcher.folder, "echo no driver; exit 9")
+    code, _, err = launcher.run("-n", 2, "script.py", script="print(rank)")
     assert code == 0
-    found = shown(launcher, "worker-0-0", "worker-1-0")
-    assert [each[-1] for each in found] == [None, None]
-    assert (
-        "aren't divided among the workers: nvidia-smi -L has ended with 9: no d" in err
-    )
+    assert "among the workers: nvidia-smi -L has ended with 9: no driver" in err
     code, _, err = launcher.run("-n", 2, "--gpus", 1, "script.py")
     assert code == 2
     assert "this host can't list its GPUs: nvidia-smi -L has ended with 9" in err
 
 
-def test_a_worker_that_is_started_again_gets_its_gpus(launcher: Launcher) -> None:
-    """The GPUs are divided among the workers to which the job may grow."""
-    give_gpus(launcher, 3)
-    script = f"""{SHOW}
-    if (rank, incarnation) == (1, "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    wait_for("enough")
-    """.replace("\n    ", "\n")
-    options = ("--elastic", "--max-workers", 3, "--restarts", 1)
-    process = launcher.start("-n", 2, *options, "script.py", script=script)
-    assert (
-        shown(launcher, "worker-1-0", "worker-1-1")
-        == [["1", "1", "3", "3", "GPU-1"]] * 2
+def test_workers_share_the_gpus_and_know_their_ranks(launcher: Launcher) -> None:
+    """Servers have none; ranks of an outer launcher aren't those of this job.
+
+    The GPUs are divided among the workers to which the job may grow, and one that is
+    started again gets its own.
+    """
+    lines = "".join(f"GPU {i}: NVIDIA L4 (UUID: GPU-{i})\n" for i in range(3))
+    launcher.env |= driver(launcher.folder, f"cat <<'END'\n{lines}END")
+    launcher.env.update(RANK="7", WORLD_SIZE="9", LOCAL_RANK="3")
+    script = SHOW + (
+        'if (kind, rank, incarnation) == ("worker", 1, "0"):\n'
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        'wait_for("enough")\n'
     )
+    options = ("--ps", 1, "--elastic", "--max-workers", 3, "--restarts", 1)
+    process = launcher.start("-n", 2, *options, "script.py", script=script)
+    assert shown(launcher, "worker-0-0", "worker-1-0", "worker-1-1", "ps-0-0") == [
+        ["0", "0", "3", "3", "GPU-0"],
+        *[["1", "1", "3", "3", "GPU-1"]] * 2,
+        [None, None, None, None, "-1"],
+    ]
     os.kill(process.pid, signal.SIGUSR1)
     assert shown(launcher, "worker-2-0") == [["2", "2", "3", "3", "GPU-2"]]
     (launcher.folder / "enough").touch()
     _, err = process.communicate(timeout=bound(40))
     assert process.returncode == 0, err
-    assert "3 GPUs for 3 workers, 1 each" in err
+    assert "kerasdist run: 3 GPUs for 3 workers, 1 each\n" in err
 
 
 @pytest.mark.skipif(_NO_SSH is not None, reason=str(_NO_SSH))
 def test_each_host_divides_its_own(launcher: Launcher) -> None:
-    """By its own driver; what the launcher's host has doesn't count."""
     launcher.env["CUDA_VISIBLE_DEVICES"] = "7"
     folder = launcher.folder / "there"
     folder.mkdir()
@@ -141,35 +125,91 @@ def test_each_host_divides_its_own(launcher: Launcher) -> None:
         assert f"{names[1]} has 2 GPUs for 3 workers" in err
 
 
-@pytest.mark.skipif(_NO_HOSTS is not None, reason=str(_NO_HOSTS))
-def test_each_launcher_divides_its_own(launcher: Launcher) -> None:
-    """With a rank among all workers, and one among those of the host."""
-    with Hosts(2) as hosts:
-        launcher.env["KERASDIST_SECRET"] = "0123456789abcdef" * 2
-        rendezvous = ("--rendezvous", f"{hosts.address(0)}:29400", "--nnodes", 2)
-        jobs = []
-        for host, (gpus, workers) in enumerate([("0,1", 2), ("0,1,2", 1)]):
-            launcher.prefix = hosts.prefix(host)
-            launcher.env["CUDA_VISIBLE_DEVICES"] = gpus
-            options = ("-n", workers, *rendezvous, "--node-rank", host)
-            jobs.append(launcher.start(*options, "script.py", script=SHOW))
-        assert [job.wait(60) for job in jobs] == [0, 0]
-        assert shown(launcher, "worker-0-0", "worker-1-0", "worker-2-0") == [
-            ["0", "0", "3", "2", "0"],
-            ["1", "1", "3", "2", "1"],
-            ["2", "0", "3", "1", "0,1,2"],
-        ]
+# The forms of the driver's output.
+LISTED = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f)
+  MIG 3g.20gb     Device  0: (UUID: MIG-ead6691f-1d1e-5c4f-8c4a-0f8a6f0b0f11)
+  MIG 1g.5gb      Device  1: (UUID: MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f/1/0)
+GPU 1: Tesla V100-PCIE-16GB (UUID: GPU-aaaa1111-1111-2222-3333-444455556666)
+"""
 
 
-def visible() -> tuple[str | None, str | None]:
-    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("LOCAL_RANK")
+def test_the_variable_of_an_outer_launcher_decides(tmp_path: Path) -> None:
+    """As CUDA reads it, and without a question to the driver."""
+    environ = driver(tmp_path, "exit 3")
+    for given, names in {
+        " 1, 0 ": ["1", "0"],
+        "GPU-5c89,MIG-ead6": ["GPU-5c89", "MIG-ead6"],
+        "0,-1,2": ["0"],
+        "": [],
+        "NoDevFiles": [],
+        "1,1": ["1"],
+    }.items():
+        assert find_gpus({**environ, "CUDA_VISIBLE_DEVICES": given}) == (names, "")
 
 
-def test_a_function_of_a_notebook_has_the_option() -> None:
-    """And GPUs of an outer launcher are divided."""
-    env = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
-    assert kerasdist.run(visible, 2, env=env, gpus=1) == [("4", "0"), ("5", "1")]
-    with pytest.raises(TypeError, match=r"^`gpus` must be a text or an integer\. Rec"):
-        kerasdist.run(visible, 2, gpus=True)  # type: ignore[arg-type]
-    with pytest.raises(ClusterError, match=r"start the job\. this host has 1"):
-        kerasdist.run(visible, 2, env={"CUDA_VISIBLE_DEVICES": "0"})
+def test_the_driver_lists_gpus_and_their_parts(tmp_path: Path) -> None:
+    assert find_gpus({"PATH": str(tmp_path)}) == ([], "")
+    found = find_gpus(driver(tmp_path, f"[ $1 = -L ] && cat <<'END'\n{LISTED}END"))
+    assert found[0] == [
+        "MIG-ead6691f-1d1e-5c4f-8c4a-0f8a6f0b0f11",
+        "MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f/1/0",
+        "GPU-aaaa1111-1111-2222-3333-444455556666",
+    ]
+    text = "Failed to initialize NVML: Driver/library version mismatch"
+    found = find_gpus(driver(tmp_path, f"echo {text}; exit 18"))
+    assert found == ([], f"nvidia-smi -L has ended with 18: {text}")
+
+
+NAMES = [f"GPU-{i}" for i in range(8)]
+
+
+def sizes(option: str, gpus: int, workers: int) -> list[int]:
+    faults: list[str] = []
+    shares = divide(option, NAMES[:gpus], workers, faults).shares
+    assert not faults
+    assert shares is not None
+    given = [name for share in shares for name in share]
+    assert given == NAMES[: len(given)]
+    return [len(share) for share in shares]
+
+
+def test_shares_are_disjoint_and_nearly_equal() -> None:
+    assert sizes("auto", 8, 4) == [2, 2, 2, 2]
+    assert sizes("auto", 3, 2) == [1, 2]
+    assert sizes("2", 8, 3) == [2, 2, 2]
+    assert sizes("none", 4, 2) == [0, 0]
+    assert sizes("0", 4, 2) == [0, 0]
+    division = divide("auto", NAMES[:3], 2, [])
+    assert division.environ(1) == {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}
+    assert division.environ(None) == {"CUDA_VISIBLE_DEVICES": "-1"}  # a server
+
+
+def test_without_gpus_or_with_all_nothing_is_set() -> None:
+    for option, names in (("auto", []), ("all", NAMES)):
+        division = divide(option, names, 2, [])
+        assert division.environ(0) == division.environ(None) == {}
+        assert not divisions_in_words([division])
+
+
+def test_a_worker_gets_one_part_of_a_gpu() -> None:
+    """CUDA gives a process only one."""
+    parts = [f"MIG-{i}" for i in range(4)]
+    division = divide("auto", parts, 2, [])
+    assert division.shares == (("MIG-0",), ("MIG-1",))
+    assert divisions_in_words([division]) == "4 GPUs for 2 workers, 1 each; 2 not used"
+    faults: list[str] = []
+    divide("2", parts, 2, faults)
+    assert faults == [
+        "this host has parts of GPUs (MIG), of which CUDA gives a process only one. "
+        "Received: --gpus 2. Expected --gpus 1 or --gpus auto"
+    ]
+
+
+def test_equal_hosts_are_said_together() -> None:
+    given = [("a", 4, 2), ("b", 4, 2), ("c", 1, 1), ("d", 0, 2), ("e", 3, 2)]
+    divisions = [divide("auto", NAMES[:n], each, [], host) for host, n, each in given]
+    assert divisions_in_words(divisions) == (
+        "a, b: 4 GPUs for 2 workers, 2 each; c: 1 GPU for 1 worker, 1 each; "
+        "e: 3 GPUs for 2 workers, 1 or 2 each"
+    )

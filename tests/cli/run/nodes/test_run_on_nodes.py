@@ -2,56 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from hosts import Hosts
+from kerasdist import cli
+from kerasdist.cli.run import command
+from kerasdist.cli.run.nodes import LocalPart, meeting
+from kerasdist.cli.run.options import NodeOptions
+from kerasdist.transport import log
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
-from launching import Launcher, launcher_in
+from launching import Launcher, wait_until_said
 from pace import bound
-from waiting import wait_until
 from workers import free_ports
 
-_WHY_NOT = Hosts.available()
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
-SECRET = "0123456789abcdef" * 2
+pytestmark = pytest.mark.timeout(120)
+SECRET = b"secret" * 8
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
+    if (why_not := Hosts.available()) is not None:
+        pytest.skip(why_not)
     with Hosts(3) as made:
         yield made
 
 
 @pytest.fixture
-def launchers(hosts: Hosts, tmp_path: Path) -> Iterator[list[Launcher]]:
-    with contextlib.ExitStack() as undo:
-        made = []
-        for host in range(3):
-            folder = tmp_path / str(host)
-            folder.mkdir()
-            launcher = undo.enter_context(launcher_in(folder))
-            launcher.prefix = hosts.prefix(host)
-            launcher.env["KERASDIST_SECRET"] = SECRET
-            made.append(launcher)
-        yield made
+def launchers(hosts: Hosts, launchers: list[Launcher]) -> list[Launcher]:
+    for host, launcher in enumerate(launchers):
+        launcher.prefix = hosts.prefix(host)
+    return launchers
 
 
 def nodes(hosts: Hosts, count: int, rank: int | None = None) -> list[str]:
-    """Return the options of one launcher."""
     options = ["--nnodes", str(count), "--rendezvous", f"{hosts.address(0)}:29400"]
     return options if rank is None else [*options, "--node-rank", str(rank)]
 
@@ -64,20 +55,27 @@ def ends(jobs: list[Any]) -> list[tuple[int, str, str]]:
 
 
 SHOW = """
-tasks = [f"{config['task']['type']} {rank}", config["cluster"]]
-mark(f"{config['task']['type']}-{rank}", json.dumps(tasks))
+names = ["LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"]
+found = [config["cluster"], *map(os.environ.get, names)]
+mark(f"{config['task']['type']}-{rank}", json.dumps(found))
 print("I am", rank, flush=True)
 """
 
 
-def test_tasks_of_all_hosts_are_one_job(
-    hosts: Hosts, launchers: list[Launcher]
-) -> None:
-    """The first host starts last; hosts may have different numbers of tasks."""
+def test_tasks_of_all_hosts_are_one_job(hosts, launchers):
+    """The first host starts last; hosts may have different numbers of tasks.
+
+    Each divides its own GPUs, and workers have a rank among those of the host.
+    """
     jobs = []
-    for host, arguments in ((1, ["-n", 2]), (0, ["-n", 1, "--ps", 1])):
-        options = (*arguments, *nodes(hosts, 2, host), "script.py")
-        jobs.append(launchers[host].start(*options, script=SHOW))
+    # Its number may be found out, and the secret be in a file.
+    secret = launchers[1].env.pop("KERASDIST_SECRET")
+    (launchers[1].folder / "secret").write_text(f"{secret}\n")
+    other = ("--nproc-per-node", 2, "--secret-file", "secret", *nodes(hosts, 2))
+    own = ("-n", 1, "--ps", 1, *nodes(hosts, 2, 0))
+    for host, options in ((1, (*other, "python")), (0, own)):
+        launchers[host].env["CUDA_VISIBLE_DEVICES"] = "0,1"
+        jobs.append(launchers[host].start(*options, "script.py", script=SHOW))
     (second, out2, err2), (first, out1, err1) = ends(jobs)
     assert (first, second) == (0, 0), err1 + err2
     assert out1 == "I am 0\n"
@@ -87,97 +85,16 @@ def test_tasks_of_all_hosts_are_one_job(
         for host, names in ((0, ["worker-0", "ps-0"]), (1, ["worker-1", "worker-2"]))
         for name in names
     }
-    cluster = found["worker-0"][1]
-    assert all(each[1] == cluster for each in found.values())
+    cluster = found["worker-0"][0]
+    assert found == {
+        "worker-0": [cluster, "0", "3", "1", "0,1"],
+        "worker-1": [cluster, "0", "3", "2", "0"],
+        "worker-2": [cluster, "1", "3", "2", "1"],
+        "ps-0": [cluster, None, None, None, "-1"],
+    }
     addresses = [hosts.address(host) for host in (0, 1, 1)]
     assert [each.partition(":")[0] for each in cluster["worker"]] == addresses
     assert [each.partition(":")[0] for each in cluster["ps"]] == addresses[:1]
-
-
-def test_unnamed_hosts_and_a_secret_in_a_file(
-    hosts: Hosts, launchers: list[Launcher]
-) -> None:
-    jobs = []
-    for host in (2, 1, 0):
-        launcher = launchers[host]
-        del launcher.env["KERASDIST_SECRET"]
-        (launcher.folder / "secret").write_text(f"{SECRET}\n")
-        jobs.append(
-            launcher.start(
-                *("--nproc-per-node", 1, "--secret-file", "secret"),
-                *(*nodes(hosts, 3), "python", "script.py"),
-                script=SHOW,
-            )
-        )
-    assert [code for code, _, _ in ends(jobs)] == [0, 0, 0]
-    names = [next(each.folder.glob("worker-*")).name for each in launchers]
-    assert names[0] == "worker-0"
-    assert sorted(names) == ["worker-0", "worker-1", "worker-2"]
-
-
-@pytest.mark.parametrize(
-    ("given", "seconds", "words"),
-    [
-        ([(2, 0), (3, 1)], 60, "with --nnodes 3"),
-        ([(2, 0), (2, 0)], 60, "29400"),
-        ([(2, 0), (2, 1)], 60, "isn't the launcher of this job"),  # another secret
-        ([(2, 0)], 1, "1 of 2 hosts are here, after 1 s (--start-timeout)"),
-        ([(2, 1)], 1, "host 0 isn't at "),
-    ],
-)
-def test_launchers_that_do_not_fit(
-    hosts: Hosts,
-    launchers: list[Launcher],
-    given: list[tuple[int, int]],
-    seconds: int,
-    words: str,
-) -> None:
-    if "launcher" in words:
-        launchers[1].env["KERASDIST_SECRET"] = "f" * 32
-    jobs = [
-        launcher.start(
-            *("-n", 1, *nodes(hosts, *each), "--start-timeout", seconds, "script.py"),
-            script='mark("started")',
-        )
-        for launcher, each in zip(launchers, given, strict=False)
-    ]
-    wait_until(lambda: any(job.poll() is not None for job in jobs), "an error")
-    waiting = [job for job in jobs if job.poll() is None]
-    for job in waiting:
-        job.send_signal(signal.SIGINT)
-    found = ends(jobs)
-    assert any(code == 1 and words in err for code, _, err in found), found
-    assert not [*launchers[0].folder.glob("started"), *launchers[1].folder.glob("st*")]
-
-
-def test_odd_addresses_of_another_host_are_refused(tmp_path: Path) -> None:
-    """Its launcher holds the secret; but they go into the TF_CONFIG of all tasks."""
-    (port,) = free_ports(1)
-    address = f"127.0.0.1:{port}"
-    with launcher_in(tmp_path) as launcher:
-        launcher.env["KERASDIST_SECRET"] = SECRET
-        options = ("--nnodes", 2, "--rendezvous", address, "--node-rank", 0)
-        job = launcher.start("-n", 1, *options, "script.py", script=SHOW)
-        twice = ["h:1", "h:1"]
-        for worker in (5, None, "h", "h:\x1b[31m1", ["h:1"], "h:99999", *twice):
-            tasks = {"worker": twice if worker == "h:1" else [worker], "ps": []}
-            hello = {"session": "kerasdist run", "purpose": "node", "rank": 1}
-            hello |= {"count": 2, "tasks": tasks}
-            deadline = Deadline(bound(60))
-            connection = retry(
-                lambda: dial_tcp(address, SECRET.encode(), hello, deadline),  # noqa: B023
-                *(deadline, 1, address, threading.Event()),
-            )
-            with connection:
-                _, reply = connection.read_json(deadline)
-            assert "an address" in reply["fault"], worker
-        unnamed = launcher.run("-n", 1, *options[:4], "script.py", script=SHOW)
-        assert unnamed[0] == 1
-        assert "give each its --node-rank" in unnamed[2]
-        job.send_signal(signal.SIGINT)
-        _, errors = job.communicate(timeout=bound(60))
-        assert "\x1b" not in errors
-        assert not [*tmp_path.glob("worker-*")]
 
 
 SOON = (
@@ -188,82 +105,96 @@ SOON = (
 SELDOM = f"{SOON}; from kerasdist.cli.run import nodes; nodes.AGAIN_SECONDS = 60.0"
 
 
-def test_launchers_say_for_whom_they_wait(
-    hosts: Hosts, launchers: list[Launcher]
-) -> None:
-    """Host 2 comes when the others have said that it is missing.
+def test_launchers_say_for_whom_they_wait(hosts, launchers):
+    """Before all are here, one is killed and started again: it takes its place."""
 
-    Before, the launcher of host 1 is killed, and started again: it takes its place.
-    """
-    jobs: dict[int, subprocess.Popen[str]] = {}
-    lines: dict[int, str] = {}
+    def start(host: int, before: str = SOON) -> subprocess.Popen[str]:
+        options = (*("-n", 1, *nodes(hosts, 3, host)), "script.py")
+        return launchers[host].start(*options, script=SHOW, before=before)
 
-    def started(host: int, expected: str, before: str = SOON) -> None:
-        """Start a launcher, and read its lines up to an expected one."""
-        options = nodes(hosts, 3, host)
-        jobs[host] = launchers[host].start(
-            *("-n", 1, *options, "script.py"), script=SHOW, before=before
+    killed = start(1)
+    line = wait_until_said(killed, "Missing: host 0: ")
+    assert line.startswith("kerasdist run: host 1 has been waiting for host 0 (")
+    assert "connection refused: nothing listens there." in line
+    jobs = [start(0, SELDOM)]
+    line = wait_until_said(jobs[0], f"Here: host 0, host 1 ({hosts.address(1)}).")
+    assert line.startswith("kerasdist run: host 0 has been waiting for 1 of 3 hosts")
+    wait_until_said(killed, "host 0 waits for them")
+    killed.kill()
+    killed.communicate(timeout=bound(30))
+    jobs.append(start(1))
+    wait_until_said(jobs[1], "host 0 waits for them")
+    jobs.append(start(2))
+    assert [code for code, _, _ in ends(jobs)] == [0, 0, 0]
+
+
+def options_at(rendezvous: str, count: int) -> NodeOptions:
+    return NodeOptions(count=count, rank=0, rendezvous=rendezvous, seconds=60)
+
+
+def test_an_error_of_the_block_is_unchanged() -> None:
+    options = options_at(f"127.0.0.1:{free_ports(1)[0]}", 1)
+    with pytest.raises(PermissionError), meeting(options, 1, 0, SECRET):
+        raise PermissionError("a folder")
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1", "1 of 2 hosts are here, after 1 s (--start-timeout)"),
+        ("192.0.2.1", "rendezvous at 192"),  # isn't an own address
+    ],
+)
+def test_a_job_that_does_not_start(tmp_path, monkeypatch, said, host, words) -> None:
+    (tmp_path / "script.py").touch()
+    monkeypatch.setenv("KERASDIST_SECRET", SECRET.decode())
+    monkeypatch.delattr(command, "run_supervised")
+    place = ("--rendezvous", f"{host}:{free_ports(1)[0]}", "--start-timeout", "1")
+    options = ("-n", "1", "--nnodes", "2", "--node-rank", "0", *place)
+    assert cli.main(["run", *options, str(tmp_path / "script.py")]) == 1
+    log.flush(None)
+    assert words in said()[-1]
+
+
+def test_who_does_not_fit_is_refused_with_the_reason() -> None:
+    """Also one that holds the secret: its addresses go into all tasks' TF_CONFIG."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    deadline = Deadline(bound(60))
+
+    def meet() -> LocalPart:
+        with meeting(options_at(address, 2), 1, 0, SECRET) as part:
+            return part
+
+    def ask(**changed: Any) -> dict[str, Any]:
+        tasks = {"worker": ["h:1"], "ps": []}
+        hello = {"session": "kerasdist run", "purpose": "node", "rank": 1}
+        hello |= {"count": 2, "tasks": tasks, **changed}
+        connection = retry(
+            lambda: dial_tcp(address, SECRET, hello, deadline),
+            *(deadline, 1, address, threading.Event()),
         )
-        lines[host] = ""
-        while expected not in lines[host]:
-            lines[host] = jobs[host].stderr.readline()
-            assert lines[host], "it has ended"
+        with connection:
+            return dict(connection.read_json(deadline)[1])
 
-    started(1, "Missing: host 0: ")
-    alone = lines[1]
-    started(0, "Here: host 0, host 1 (", SELDOM)
-    while "host 0 waits for them" not in lines[1]:
-        lines[1] = jobs[1].stderr.readline()
-        assert lines[1], "it has ended"
-    jobs[1].kill()
-    jobs[1].communicate(timeout=bound(30))
-    started(1, "host 0 waits for them")
-    jobs[2] = launchers[2].start(
-        *("-n", 1, *nodes(hosts, 3, 2), "script.py"), script=SHOW
-    )
-    assert [code for code, _, _ in ends(list(jobs.values()))] == [0, 0, 0]
-    assert alone.startswith("kerasdist run: host 1 has been waiting for host 0 (")
-    assert "connection refused: nothing listens there." in alone
-    assert "s (--start-timeout)." in alone
-    assert lines[0].startswith(
-        "kerasdist run: host 0 has been waiting for 1 of 3 hosts"
-    )
-    assert f"Here: host 0, host 1 ({hosts.address(1)})." in lines[0]
-
-
-TRAIN = """
-import keras, numpy as np
-import kerasdist
-
-x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-with kerasdist.RingStrategy().scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-
-class Pace(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        mark(f"up-{rank}", os.getpid())
-        time.sleep(0.05)
-
-model.fit(x, x[:, :1], epochs=100, verbose=2, callbacks=[Pace()])
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("elastic", [False, True])
-def test_a_worker_is_lost(
-    hosts: Hosts, launchers: list[Launcher], elastic: bool
-) -> None:
-    """Both launchers end; an elastic job continues on the other host."""
-    options = ["--elastic"] if elastic else []
-    jobs = [
-        launchers[host].start(
-            *("-n", 1, *options, *nodes(hosts, 2, host), "script.py"), script=TRAIN
-        )
-        for host in (0, 1)
-    ]
-    (pid,) = launchers[1].pids("up-1")
-    os.kill(pid, signal.SIGKILL)
-    found = ends(jobs)
-    assert found[1][0] == 137, found[1]
-    assert (found[0][0] == 0) == elastic, found[0]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet)
+        for workers in ([5], [None], ["h"], ["h:\x1b[31m1"], [["h:1"]], ["h:99999"]):
+            fault = ask(tasks={"worker": workers, "ps": []})["fault"]
+            assert fault.startswith("an address of a task "), workers
+            assert "\x1b" not in fault
+        for changed, fault in (
+            (
+                {"tasks": {"worker": ["h:1", "h:1"], "ps": []}},
+                "it names an address that",
+            ),
+            ({"tasks": {"worker": ["h:1"]}}, "it names no tasks"),
+            ({"count": 3}, "it was started with --nnodes 3, and the host of the rende"),
+            ({"rank": 0}, "there is a host with --node-rank 0 already"),
+            ({"facts": {}}, "one of `kerasdist run` and `kerasdist doctor` was"),
+        ):
+            assert ask(**changed)["fault"].startswith(fault)
+        found = ask(rank=-1)
+        assert found["first"] == {"worker": 1, "ps": 0}
+        cluster = found["cluster"]
+        assert cluster["worker"][1:] == ["h:1"]
+        assert first.result(bound(60)).cluster == cluster

@@ -55,7 +55,7 @@ def start(folder, size, *at, **options):
 
 
 # Before it has been in contact with others, a worker can't be told from one that hasn't
-# started yet, except by the launcher: `tests/cli/run/elastic/test_start_and_growth.py`.
+# started yet, except by the launcher: `tests/cli/run/test_outcome.py`.
 MOMENTS = {
     "asked": (0, 2),
     "gathered": (0,),
