@@ -1,7 +1,4 @@
-"""Several arrays as if they were one, and memory that is used again.
-
-Never while somebody still has it. What is remembered of calls needs little, too.
-"""
+"""Several arrays as if they were one; memory is used again when nobody has it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The contract of communicators, on every implementation.
-
-How calls are taken is in `test_communicator_calls.py`, what happens when something goes
-wrong in `test_communicator_faults.py`.
-"""
+"""The contract of communicators, on every implementation."""
 
 from __future__ import annotations
 
@@ -50,9 +46,6 @@ def same_bytes(results):
 
 def generators(group, seed):
     return [np.random.default_rng([seed, rank]) for rank in range(group.size)]
-
-
-# All-reduce.
 
 
 def test_all_reduce_equals_numpy_for_every_dtype_and_shape(group):
@@ -177,19 +170,6 @@ def test_python_numbers_lists_and_nothing(group):
         assert [r.shape for r in results] == [(), (), (), (2,), ()]
 
 
-def test_all_reduce_of_about_as_many_elements_as_ranks(group):
-    factor = group.size * (group.size + 1) // 2
-    for elements in (1, 2, 3, 4, 5, 6, 11):
-        numbers = np.arange(elements)
-        results = group.run(
-            lambda c, n=numbers: c.all_reduce([n * (c.rank + 1), np.float64(c.rank)])
-        )
-
-        for total, ranks in results:
-            np.testing.assert_array_equal(total, numbers * factor)
-            assert ranks == factor - group.size
-
-
 def test_large_buffers(group):
     elements = (1 << 20) - 3  # of 4 bytes: see `group`
 
@@ -235,9 +215,6 @@ def test_a_scale_multiplies_each_ranks_own(group):
         for dtypes, numbers in zip(results[::2], results[1::2], strict=True):
             assert all(dtypes)
             np.testing.assert_array_equal(numbers, expected)
-
-
-# All-gather, broadcast, barrier.
 
 
 def test_all_gather_of_different_numbers_of_rows(group):

@@ -23,9 +23,6 @@ from pace import bound
 pytestmark = pytest.mark.timeout(60)
 
 
-# Sequences.
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_random_sequences_of_collectives(group, seed):
     """Any sequence of any collectives, with ranks that run ahead of each other."""
@@ -126,9 +123,6 @@ def test_calls_of_several_threads_are_done_one_after_the_other(group):
         return len(good), all(good)
 
     assert group.run(work) == [(45, True)] * group.size
-
-
-# Closing.
 
 
 @pytest.mark.parametrize(("kind", "size"), KINDS)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from groups import Group
 from kerasdist import errors
+from kerasdist.collectives import shared_memory
 from kerasdist.transport.memory import (
+    SEGMENT_NAME,
     create_memory,
     create_segment,
     map_segment,
@@ -65,3 +70,23 @@ def test_memory_that_could_end_its_reader_is_refused(what, tmp_path):
     ):
         map_segment(descriptor, 8192)
     os.close(descriptor)
+
+
+def test_growing_buffers_use_the_room_of_the_old_ones(monkeypatch):
+    """Old and new segments together might not fit."""
+    sizes = []
+
+    def create(size):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if SEGMENT_NAME in line:
+                begin, end = (int(x, 16) for x in line.split()[0].split("-"))
+                assert end - begin == size, "an older segment is still there"
+        sizes.append(size)
+        return create_segment(size)
+
+    monkeypatch.setattr(shared_memory, "create_segment", create)
+    with Group("shared", 2) as group:
+        for kilobytes in (10, 700, 20_000):
+            zeros = np.zeros(kilobytes << 10, np.uint8)
+            group.run(lambda c, zeros=zeros: c.all_reduce([zeros]))
+    assert len(set(sizes)) > 1

@@ -46,7 +46,6 @@ for _ in range(2):
 """,
             *("", True),
         ),
-        # In `fit` the deadline is later.
         (
             f"""
 termination = Termination.acquire({bound(0.6)})
@@ -58,7 +57,6 @@ time.sleep(60)
 """,
             *("IN FIT", True),
         ),
-        # A job that agrees sets the deadline.
         (
             f"""
 termination = Termination.acquire({bound(0.3)})
@@ -72,7 +70,7 @@ end_process()
             *("LEFT", False),
         ),
     ],
-    ids=["python", "native", "in fit", "agreed"],
+    ids=["python", "native", "later in fit", "when all agree"],
 )
 def test_the_process_ends_by_the_signal_at_the_deadline(script, shown, told):
     begin = time.monotonic()

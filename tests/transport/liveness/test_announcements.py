@@ -61,11 +61,7 @@ def lose(job):
 @pytest.mark.parametrize(
     ("before", "event", "end"),
     [
-        (
-            [lambda job: job.ranks[0].begin("a")],
-            lambda j: j.ranks[0].end("a", {}),
-            "done",
-        ),
+        ([begin], lambda job: job.ranks[0].end("a", {}), "done"),
         # What the chief has done alone before isn't what is waited for.
         ([write, lambda job: move(job, 1, 1)], write, "done"),
         # Between two collectives the chief was asked to write a file twice.
@@ -74,6 +70,7 @@ def lose(job):
         ([], lambda job: move(job, 1, 0), "past"),
         ([begin], lambda job: move(job, 1, 0), "past"),
         ([], lose, "lost"),
+        ([], lambda job: setattr(job, "gone", "it has finished"), "gone"),
     ],
 )
 def test_a_wait_ends_with_what_happens_and_not_before(before, event, end):
@@ -114,15 +111,6 @@ def test_a_failure_is_that_of_this_attempt_only():
     # The first one here was done; that a later one failed is another matter.
     assert job.ranks[1].wait("a").kind == "done"
     assert job.ranks[1].wait("a").kind == "failed"
-
-
-def test_a_chief_that_has_left_can_do_nothing_more():
-    job = Ranks()
-    job.gone = "it has finished"
-    outcome = job.ranks[1].wait("a")
-    assert (outcome.kind, outcome.reason) == ("gone", "it has finished")
-    write(job, "b")
-    assert job.ranks[1].wait("b").kind == "done"
 
 
 def test_waits_end_at_a_deadline():

@@ -71,6 +71,14 @@ def test_without_a_launcher_nothing_is_said(pipe, tmp_path):
     assert len(sent(pipe)) == 1
 
 
+def test_a_descriptor_that_became_something_else_is_left_alone(pipe, tmp_path):
+    reporter = Reporter("a.1", 0, pipe.environ)
+    with (tmp_path / "file").open("wb") as file:
+        os.dup2(file.fileno(), pipe.writing)
+    reporter.failed(LOST)
+    assert (tmp_path / "file").read_bytes() == b""
+
+
 def test_a_full_pipe_and_one_that_nobody_reads_are_no_obstacle(pipe):
     reporter = Reporter("a.1", 0, pipe.environ)
     for _ in range(2000):  # more than fits
@@ -122,9 +130,6 @@ def test_half_a_line_waits_for_its_end(pipe):
     assert pipe.read() == [report]
 
 
-# Servers.
-
-
 def test_what_servers_say_is_one_short_line(pipe):
     server = ServerReporter(3, pipe.environ)
     server.begun(7.5)
@@ -139,9 +144,6 @@ def test_what_servers_say_is_one_short_line(pipe):
     assert lost.reason.strip("\N{SNOWMAN}") == "" != lost.reason
     assert failed.reason == "CollectiveMismatch: Ranks differ."
     assert gave_up == Notice(server=3, kind="gave_up")
-
-
-# Members of elastic jobs.
 
 
 def test_all_members_report_the_same_line(pipe):
@@ -164,9 +166,6 @@ def test_a_long_list_of_members_is_cut_after_the_chief(pipe):
     members = decode(line)
     assert (members.size, members.complete) == (100, False)
     assert list(members.ranks) == ranks[: len(members.ranks)] != []
-
-
-# The launcher's list of tasks that have ended for good.
 
 
 @pytest.fixture

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
 import json
 import tracemalloc
 import typing
 import zlib
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -108,7 +106,7 @@ def test_of_two_without_contact_the_later_one_is_left_out():
     assert epoch.absent == {C}
 
 
-def values(hint: Any) -> st.SearchStrategy[Any]:
+def values(hint):
     """All values of a type that a message has."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is int:
@@ -133,11 +131,11 @@ MESSAGES = values(Message)
 
 @settings(max_examples=200)
 @given(MESSAGES)
-def test_messages_survive(message: Message) -> None:
+def test_messages_survive(message):
     assert decode(encode(message)) == message
 
 
-def test_those_of_a_large_job_fit_into_a_frame() -> None:
+def test_those_of_a_large_job_fit_into_a_frame():
     members = tuple(Member(number, number % 3) for number in range(1000))
     every = frozenset(members)
     epoch = Epoch(1 << 30, members, members, every, every)
@@ -158,20 +156,22 @@ ODD = st.sampled_from([None, -2, 1.5, 1 << 80, "x", [], {}, True, [[]], float("n
 
 @settings(max_examples=300)
 @given(MESSAGES, st.data())
-def test_a_field_that_is_changed_is_refused_or_read_as_another(
-    message: Message, data: st.DataObject
-) -> None:
-    place: Any = json.loads(zlib.decompress(encode(message)))
+def test_a_field_that_is_changed_is_refused_or_read_as_another(message, data):
+    place = json.loads(zlib.decompress(encode(message)))
     whole, key = place, data.draw(st.sampled_from(["kind", "fields", "fields"]))
     while isinstance(place[key], list) and place[key] and data.draw(st.booleans()):
         place = place[key]
         key = data.draw(st.integers(0, len(place) - 1))
     place[key] = data.draw(ODD)
-    with contextlib.suppress(ProtocolError):
-        decode(zlib.compress(json.dumps(whole).encode()))
+    try:
+        found = decode(zlib.compress(json.dumps(whole).encode()))
+    except ProtocolError:
+        return
+    # One without fields may have none in an object, too.
+    assert json.loads(zlib.decompress(encode(found))) == whole or not whole["fields"]
 
 
-def test_little_memory_is_taken_for_what_is_too_long() -> None:
+def test_little_memory_is_taken_for_what_is_too_long():
     bomb = zlib.compress(b" " * (100 * MAX_CONTROL))
     assert len(bomb) < MAX_CONTROL
     tracemalloc.start()
@@ -208,6 +208,6 @@ TEXTS = [
     ],
     ids=lambda data: repr(data[:30]),
 )
-def test_other_bytes_are_an_error(data: bytes) -> None:
+def test_other_bytes_are_an_error(data):
     with pytest.raises(ProtocolError):
         decode(data)

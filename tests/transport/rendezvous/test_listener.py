@@ -139,9 +139,6 @@ def test_a_descriptor_that_is_not_the_launchers_socket_is_left_alone(
                 check_works(made)
 
 
-# Strangers, and those who hold the secret and are mistaken.
-
-
 def refused(listening, count=1):
     wait_until(lambda: len(listening.refusals()) >= count, "refusals")
     return listening.refusals()
@@ -266,9 +263,6 @@ def test_many_strangers_fill_no_log(caplog):
     )
 
 
-# Names and addresses.
-
-
 @pytest.fixture
 def names(monkeypatch):
     """What names lead to, as if a name server said so."""
@@ -320,9 +314,6 @@ def test_a_name_is_dialed_at_all_its_addresses(names):
         hello = {"session": "s", "purpose": "p", "rank": 1}
         with dial_tcp(f"worker-0:{port}", SECRET, hello, Deadline(60)):
             take(made).close()
-
-
-# Without a secret.
 
 
 @contextlib.contextmanager

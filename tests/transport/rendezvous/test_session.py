@@ -40,8 +40,7 @@ def _nothing_is_left():
 
 
 def test_all_know_all():
-    size = 5
-    addresses = addresses_of(size)
+    size, addresses = 5, addresses_of(5)
     # JSON changes them, on all ranks.
     settings = {"shape": (1, 2), "names": {1: "a"}}
     sessions = in_threads(
@@ -98,9 +97,6 @@ def test_a_start_that_failed_can_be_tried_again():
     close_all(in_threads(2, lambda r: join(addresses, r)))
 
 
-# Who doesn't come.
-
-
 REASONS = {
     "nothing listens": r"connection refused: nothing listens there",
     "no such name": r"its host name doesn't resolve.*",
@@ -148,9 +144,6 @@ def test_all_who_came_say_who_did_not_and_why(monkeypatch):
     assert [sorted(error.missing) for error in results[13:]] == [[2, 3], [2, 3]]
 
 
-# Interrupts.
-
-
 def test_threads_that_close_a_session_at_once_release_its_listener_once(monkeypatch):
     """A failed job's closer and the script: another strategy lost its listener."""
     addresses = addresses_of(2)
@@ -166,9 +159,6 @@ def test_threads_that_close_a_session_at_once_release_its_listener_once(monkeypa
         in_threads(16, lambda i: first[i % 2].close())
     assert len(released) == 2
     close_all(second)
-
-
-# Who comes with something else.
 
 
 def test_different_settings_are_an_error_on_all_ranks_that_names_them():
@@ -262,9 +252,6 @@ def test_something_else_at_the_chiefs_address_is_an_error_that_says_where():
         thread.join(bound(60))
 
 
-# Who comes twice, or in between.
-
-
 def hello_of(session, addresses, number, pid=4242, **changes):
     member = {"rank": number, "address": addresses[number], "pid": pid, "replicas": 1}
     member |= {"host": "x", "unix_name": "x"}
@@ -312,6 +299,17 @@ def test_the_older_of_two_processes_with_one_rank_is_told():
 
     while_the_chief_waits(addresses, visit)
     kept[0].close()
+
+
+def test_one_that_comes_again_during_the_start_is_taken():
+    addresses = addresses_of(3)
+
+    def visit(session):
+        for number in (1, 2):
+            hello = hello_of(session, addresses, number)
+            dial_tcp(addresses[0], b"", hello, Deadline(60)).close()
+
+    while_the_chief_waits(addresses, visit)
 
 
 NONSENSE = [

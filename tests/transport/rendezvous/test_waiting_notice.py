@@ -123,9 +123,6 @@ def test_a_rank_that_comes_later(script, servers, who, here):
     assert not [each for each in said[late] if f"{who} has been" in each]
 
 
-# One process.
-
-
 def lines_of(said, sight, *, environ=None, failed=False):
     """The lines of one wait, which ends when there is one."""
     notice = WaitingNotice(

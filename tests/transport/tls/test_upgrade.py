@@ -185,14 +185,8 @@ TLS_THERE = "uses TLS, and this one doesn't. Received: KERASDIST_TLS isn't set h
 @pytest.mark.parametrize(
     ("theirs", "mine", "said", "logged"),
     [
-        (
-            *(of_another_ca, ours, "isn't signed by the job's CA"),
-            f"{REFUSED} isn't signed by that task's CA",
-        ),
-        (
-            *(ours, of_another_ca, f"{REFUSED} isn't signed by th"),
-            "isn't signed by the job's CA",
-        ),
+        (of_another_ca, ours, "isn't signed by the job's CA", f"{REFUSED} isn't sign"),
+        (ours, of_another_ca, f"{REFUSED} isn't sign", "isn't signed by the job's CA"),
         (ours, expired, f"{REFUSED} has expired", "has expired"),
         (ours, without, TLS_THERE, TLS_HERE),
         (without, ours, TLS_HERE, TLS_THERE),
@@ -297,22 +291,13 @@ def test_who_records_the_connection_sees_nothing(
     assert open_sockets() == before
 
 
-# What is wrong with KERASDIST_TLS is said before anything is acquired.
-
-
-def fault_of(text):
-    return tls_fault({"KERASDIST_TLS": text})
-
-
-@pytest.mark.parametrize("text", ["a,b", "a,,c", "a,b,c,d"])
-def test_three_paths_are_needed(text):
-    assert fault_of(text).startswith(
-        f"KERASDIST_TLS can't be used: it doesn't have three paths. Received: {text!r}."
-    )
-
-
-def test_all_missing_files_are_named(tmp_path):
-    text = fault_of(f"{tmp_path}/a,{tmp_path},{tmp_path}/c")
+def test_three_readable_files_are_needed(tmp_path):
+    for text in ("a,b", "a,,c", "a,b,c,d"):
+        assert tls_fault({"KERASDIST_TLS": text}).startswith(
+            "KERASDIST_TLS can't be used: it doesn't have three paths. Received: "
+            f"{text!r}."
+        )
+    text = tls_fault({"KERASDIST_TLS": f"{tmp_path}/a,{tmp_path},{tmp_path}/c"})
     assert f"certificate '{tmp_path}/a' can't be read (No such file" in text
     assert f"key '{tmp_path}' can't be read (Is a directory)" in text
 

@@ -110,9 +110,6 @@ def test_another_version_is_told_so(pair):
     assert f"Received: version={version}, expected {VERSION}. Install" in str(refused)
 
 
-# Strangers.
-
-
 TEXT = json.dumps({"address": HERE, "hello": HELLO}).encode()
 
 
@@ -188,11 +185,10 @@ def address_of(server):
 
 @pytest.mark.filterwarnings("error")
 def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address():
-    """The chief is dead, a stranger answers at its address, and asks around.
+    """The chief is dead, a stranger answers at its address, and asks another listener.
 
-    It hands the worker's challenge to another listener of the job. With a proof that
-    held for any listener it became the chief: it got the worker's gradients, and gave
-    it any weights it liked.
+    With a proof that held for any listener it became the chief: it got the worker's
+    gradients, and gave it any weights it liked.
     """
     (address,) = addresses_of(1)
     listener = Listener.acquire(address, SECRET)
