@@ -1,21 +1,10 @@
-"""The contract of communicators, on every implementation.
-
-What every call must return when all is well. How calls are taken is in
-`test_communicator_calls.py`, what happens when something goes wrong in
-`test_communicator_faults.py`.
-"""
+"""The contract of communicators, on every implementation."""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 import pytest
-
-from kerasdist.collectives.ring import (
-    HierarchicalCommunicator,
-    RingCommunicator,
-)
-from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -57,9 +46,6 @@ def same_bytes(results):
 
 def generators(group, seed):
     return [np.random.default_rng([seed, rank]) for rank in range(group.size)]
-
-
-# All-reduce.
 
 
 def test_all_reduce_equals_numpy_for_every_dtype_and_shape(group):
@@ -138,7 +124,12 @@ def test_integers_wrap_and_floats_overflow_to_infinity_without_a_warning(group):
     big = np.array([60000.0], np.float16)
     inputs = [np.array([200], np.uint8), big, np.array([np.inf]), np.array([np.nan])]
 
-    results = group.run(lambda c: c.all_reduce(inputs))
+    def work(communicator):
+        # An error would stop one rank alone, and leave the others waiting.
+        with np.errstate(all="raise"):
+            return communicator.all_reduce(inputs)
+
+    results = group.run(work)
 
     assert same_bytes(results)
     wrapped, overflown, infinite, missing = results[0]
@@ -177,19 +168,6 @@ def test_python_numbers_lists_and_nothing(group):
     for results in group.run(work):
         assert [r.tolist() for r in results] == [root, 1.5, 2, [1, 2], True]
         assert [r.shape for r in results] == [(), (), (), (2,), ()]
-
-
-def test_all_reduce_of_about_as_many_elements_as_ranks(group):
-    factor = group.size * (group.size + 1) // 2
-    for elements in (1, 2, 3, 4, 5, 6, 11):
-        numbers = np.arange(elements)
-        results = group.run(
-            lambda c, n=numbers: c.all_reduce([n * (c.rank + 1), np.float64(c.rank)])
-        )
-
-        for total, ranks in results:
-            np.testing.assert_array_equal(total, numbers * factor)
-            assert ranks == factor - group.size
 
 
 def test_large_buffers(group):
@@ -239,35 +217,6 @@ def test_a_scale_multiplies_each_ranks_own(group):
             np.testing.assert_array_equal(numbers, expected)
 
 
-def test_large_results_are_aligned(group):
-    def work(communicator):
-        sizes = (10, 4096, 1, 5000, 300_000, 7, 2048)
-        arrays = [np.full(size, i, np.float32) for i, size in enumerate(sizes)]
-        totals = communicator.all_reduce([*arrays, np.ones(1001)])
-        for i, (array, total) in enumerate(zip(arrays, totals, strict=False)):
-            assert total.tolist() == (array * group.size).tolist(), i
-        # TensorFlow's and MPI's own results are where those put them.
-        ours = (RingCommunicator, SharedMemoryCommunicator, HierarchicalCommunicator)
-        if not isinstance(communicator, ours):
-            return [0]
-        return [t.ctypes.data % 64 for t in totals if t.nbytes >= 64 << 10]
-
-    assert group.run(work) == [[0]] * group.size
-
-
-# All-gather, broadcast, barrier.
-
-
-def test_all_gather_of_every_dtype(group):
-    for name in [*INTS, *FLOATS, *COMPLEX, "bool"]:
-        g = np.random.default_rng(3)
-        inputs = [values(g, (rank, 3), name, rank) for rank in range(group.size)]
-
-        results = group.run(lambda c, i=inputs: c.all_gather(i[c.rank]))
-
-        assert same_bytes([*results, inputs]), name
-
-
 def test_all_gather_of_different_numbers_of_rows(group):
     size = group.size
     for counts in (
@@ -278,25 +227,11 @@ def test_all_gather_of_different_numbers_of_rows(group):
         [20_000] + [1] * (size - 1),
         [1] + [20_000] * (size - 1),
     ):
-        for rest in ((), (3,), (2, 0)):
-            parts = [np.full((n, *rest), rank) for rank, n in enumerate(counts)]
+        for rest, name in (((), "int64"), ((3,), "bfloat16"), ((2, 0), "bool")):
+            dtype = dtype_of(name)
+            parts = [np.full((n, *rest), r % 2, dtype) for r, n in enumerate(counts)]
             results = group.run(lambda c, p=parts: c.all_gather(p[c.rank]))
             assert same_bytes([*results, parts])
-
-
-def test_all_gather_of_scalars_and_views(group):
-    def work(communicator):
-        rank = communicator.rank
-        scalars = communicator.all_gather(np.float32(rank))
-        views = communicator.all_gather((np.arange(24).reshape(4, 6) + rank).T[1::2])
-        return scalars, views
-
-    for scalars, views in group.run(work):
-        assert [s.tolist() for s in scalars] == [[float(r)] for r in range(group.size)]
-        for rank, view in enumerate(views):
-            np.testing.assert_array_equal(
-                view, (np.arange(24).reshape(4, 6) + rank).T[1::2]
-            )
 
 
 def test_broadcast_from_each_root(group):

@@ -23,9 +23,6 @@ from pace import bound
 pytestmark = pytest.mark.timeout(60)
 
 
-# Sequences.
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_random_sequences_of_collectives(group, seed):
     """Any sequence of any collectives, with ranks that run ahead of each other."""
@@ -72,97 +69,28 @@ def test_random_sequences_of_collectives(group, seed):
     group.run(work)
 
 
-def test_regions_of_shared_memory_are_not_reused_too_early(group):
-    """Each value differs from all earlier ones: a stale or early one would show."""
-    size = group.size
-
-    def work(communicator):
-        pace = np.random.default_rng([9, communicator.rank])
-        for turn in range(1, 100):
-            elements = (1, 16_384, 8_192, 3, 16_385, 40_000)[turn % 6]
-            base = turn * size
-            (total,) = communicator.all_reduce(
-                [np.full(elements, base + communicator.rank, np.int32)]
-            )
-            assert (total == base * size + sum(range(size))).all(), turn
-            if pace.integers(4) == 0:
-                np.ones(pace.integers(1, 100_000)).sum()
-            (given,) = communicator.broadcast(
-                [np.full(elements, base + communicator.rank)], turn % size
-            )
-            assert (given == base + turn % size).all(), turn
-            parts = communicator.all_gather(
-                np.full(elements // 2, base + communicator.rank)
-            )
-            for rank, part in enumerate(parts):
-                assert (part == base + rank).all(), turn
-
-    group.run(work)
-
-
-# Arguments.
-
-
-NUMBERS = r"^A collective moves arrays of numbers"
 # What is called, and the error.
 WRONG = [
-    (
-        lambda c: c.all_reduce([1], "mean"),
-        ValueError,
-        r"^Unknown reduction\. Received: op='mean'; expected one of \('sum', 'prod', ",
-    ),
-    (
-        lambda c: c.all_reduce([1.0], "max", scale=0.5),
-        ValueError,
-        r"^A scale is only for sums\. Received: scale=0\.5, op='max'\. Use",
-    ),
-    (
-        lambda c: c.all_reduce([1.0, 1], scale=0.5),
-        TypeError,
-        r"^Only floats can be scaled\. Received: scale=0\.5, dtype=int64; expected",
-    ),
-    (
-        lambda c: c.all_reduce([1, True], "sum"),
-        TypeError,
-        r"^'sum' has no meaning on bool\. Received: op='sum', dtype=bool\. Use 'max'",
-    ),
-    (
-        lambda c: c.all_reduce([1j], "min"),
-        TypeError,
-        r"^Complex numbers have no order\. Received: op='min', dtype=complex128",
-    ),
-    (
-        lambda c: c.all_reduce([1, "a"]),
-        TypeError,
-        r"^A collective moves arrays of .* Received: dtype=dtype\('<U1'\)",
-    ),
-    (
-        lambda c: c.all_reduce([np.zeros(2, ">f4")]),
-        TypeError,
-        r"^A collective moves .* byte order\. Received: dtype=dtype\('>f4'\)",
-    ),
-    (lambda c: c.all_reduce([np.zeros(2, "M8[s]")]), TypeError, NUMBERS),
-    (
-        lambda c: c.all_reduce(np.zeros((2, 3))),
-        TypeError,
-        r"^A collective takes a list .* Received: one array of shape \(2, 3\)\.",
-    ),
-    (lambda c: c.all_reduce(3), TypeError, r"not iterable$"),
-    (lambda c: c.all_reduce([[1, [2]]]), ValueError, r"inhomogeneous shape"),
-    (lambda c: c.all_gather(["a"]), TypeError, NUMBERS),
-    (
-        lambda c: c.broadcast([1], root=-1),
-        ValueError,
-        r"^There is no such rank\. Received: root=-1; expected 0 to \d\.$",
-    ),
-    (lambda c: c.broadcast([1], root=c.size), ValueError, r"^There is no such rank"),
+    (lambda c: c.all_reduce([1], "mean"), ValueError, r"^Unknown .* op='mean'; expec"),
+    (lambda c: c.all_reduce([1.0], "max", scale=0.5), ValueError, r"^A .* for sums\."),
+    (lambda c: c.all_reduce([1.0, 1], scale=0.5), TypeError, r"^Only floats can be s"),
+    (lambda c: c.all_reduce([1, True]), TypeError, r"^'sum' has no meaning on bool\."),
+    (lambda c: c.all_reduce([1j], "min"), TypeError, r"^Complex numbers have no order"),
+    (lambda c: c.all_reduce([1, "a"]), TypeError, r" Received: dtype=dtype\('<U1'\)"),
+    (lambda c: c.all_reduce([np.zeros(2, ">f4")]), TypeError, r"byte order\. Received"),
+    (lambda c: c.all_reduce(np.zeros((2, 3))), TypeError, r"one array of shape \(2, 3"),
+    (lambda c: c.all_gather(["a"]), TypeError, r"^A collective moves arrays of num"),
+    (lambda c: c.broadcast([1], root=-1), ValueError, r"Received: root=-1; expected 0"),
     (lambda c: c.broadcast([1], root=0.0), TypeError, r"as an integer$"),
-    (lambda c: c.broadcast([object()]), TypeError, NUMBERS),
 ]
 
 
 def test_wrong_arguments_are_refused_and_the_communicator_stays_usable(group):
     def work(communicator):
+        # What was valid once makes no other call valid.
+        communicator.all_reduce([1.0, 1])
+        communicator.all_reduce([1.0, 1], scale=0.5, unscaled=1)
+        communicator.all_reduce([1, True], "max")
         if communicator.rank == group.size - 1:  # the others don't even notice
             for call, error, match in WRONG:
                 with pytest.raises(error, match=match):
@@ -195,22 +123,6 @@ def test_calls_of_several_threads_are_done_one_after_the_other(group):
         return len(good), all(good)
 
     assert group.run(work) == [(45, True)] * group.size
-
-
-def test_rank_size_and_step(group):
-    def work(communicator):
-        communicator.step = 12
-        return (
-            communicator.rank,
-            communicator.size,
-            communicator.step,
-            communicator.failure,
-        )
-
-    assert group.run(work) == [(r, group.size, 12, None) for r in range(group.size)]
-
-
-# Closing.
 
 
 @pytest.mark.parametrize(("kind", "size"), KINDS)

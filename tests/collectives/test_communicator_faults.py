@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-import types
-import warnings
 
 import numpy as np
 import pytest
 
-from groups import CONNECTED, KINDS, Group, outcomes
+from groups import Group, outcomes
 from kerasdist import errors
-from kerasdist.collectives.ring import RingCommunicator
-from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
-from kerasdist.transport.memory import Faults, memory_group
 from pace import bound
 from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
-SEVERAL = [kind for kind in KINDS if kind[1] > 1]
 # One group of each implementation.
 SOME = [("memory", 3), ("shared", 4), ("tcp", 3), ("aab", 3)]
 
@@ -41,66 +35,36 @@ def ended(group, results, expected):
     return str(results[0])
 
 
-@pytest.mark.parametrize("kind", SEVERAL, ids=ids)
-def test_another_kind_of_collective_is_a_mismatch_that_names_both(kind):
-    with Group(*kind) as group:
-        group.run(lambda c: c.barrier())
-        odd = group.size - 1
-        results = group.outcomes(
-            lambda c: c.barrier() if c.rank == odd else c.all_reduce([np.ones(3)])
-        )
-        text = ended(group, results, errors.CollectiveMismatch)
-    assert text.startswith("Ranks called different collectives at step 0. Received: ra")
-    assert "#2 barrier()" in text
-    assert "#2 all_reduce(op='sum', dtype=float64, elements=3)" in text
-    assert f"rank {odd} (" in text
+def reduce(shape, dtype="float64", op="sum"):
+    return lambda c: c.all_reduce([np.ones(shape, dtype)], op)
+
+
+def broadcast(root):
+    return lambda c: c.broadcast([np.ones(3)], root)
+
+
+def gather(columns):
+    return lambda c: c.all_gather(np.ones((3, columns)))
 
 
 OTHERS = "on buffers of other dtypes or shapes"
+REDUCE = "#2 all_reduce(op='sum', dtype=float64, elements=3)"
 # What most of the ranks call, what one calls, and what is said of both.
-DIFFERENT = {
-    "op": (
-        lambda c: c.all_reduce([np.ones(3)], "max"),
-        lambda c: c.all_reduce([np.ones(3)], "min"),
-        ("op='max'", "op='min'"),
-    ),
-    "dtype": (
-        lambda c: c.all_reduce([np.ones(3, np.float32)]),
-        lambda c: c.all_reduce([np.ones(3, np.int32)]),
-        ("dtype=float32", "dtype=int32"),
-    ),
-    "elements": (
-        lambda c: c.all_reduce([np.ones(3)]),
-        lambda c: c.all_reduce([np.ones(100_000)]),
-        ("elements=3", "elements=100000"),
-    ),
-    "shape": (
-        lambda c: c.all_reduce([np.ones((2, 3))]),
-        lambda c: c.all_reduce([np.ones((3, 2))]),
-        ("elements=6) on buffers float64(", "elements=6) " + OTHERS),
-    ),
-    "root": (
-        lambda c: c.broadcast([np.ones(3)], root=0),
-        lambda c: c.broadcast([np.ones(3)], root=2),
-        ("root=0", "root=2"),
-    ),
-    "gathered shape": (
-        lambda c: c.all_gather(np.ones((3, 2))),
-        lambda c: c.all_gather(np.ones((3, 4))),
-        ("on buffers float64(", OTHERS),
-    ),
-    "large and small": (
-        lambda c: c.all_reduce([np.ones(1_000_000)]),
-        lambda c: c.broadcast([np.ones(3)]),
-        ("all_reduce(", "broadcast("),
-    ),
-}
+DIFFERENT = [
+    (reduce(3, op="max"), reduce(3, op="min"), ["op='max'", "op='min'"]),
+    (reduce(3, "float32"), reduce(3, "int32"), ["dtype=float32", "dtype=int32"]),
+    (reduce(3), reduce(100_000), ["elements=3", "elements=100000"]),
+    (reduce((2, 3)), reduce((3, 2)), ["on buffers float64(", f"elements=6) {OTHERS}"]),
+    (broadcast(0), broadcast(2), ["root=0", "root=2"]),
+    (gather(2), gather(4), ["on buffers float64(", OTHERS]),
+    (reduce(1_000_000), broadcast(0), ["all_reduce(", "broadcast("]),
+    (reduce(3), lambda c: c.barrier(), [REDUCE, "#2 barrier()", "rank 1 ("]),
+]
 
 
-@pytest.mark.parametrize("kind", SOME[1:3], ids=ids)
-@pytest.mark.parametrize("difference", DIFFERENT)
-def test_every_difference_is_a_mismatch_on_every_rank(kind, difference):
-    most, odd, said = DIFFERENT[difference]
+@pytest.mark.parametrize("kind", SOME[1:], ids=ids)
+@pytest.mark.parametrize(("most", "odd", "said"), DIFFERENT)
+def test_every_difference_is_a_mismatch_on_every_rank(kind, most, odd, said):
     with Group(*kind) as group:
         group.run(lambda c: c.all_reduce([np.ones(3)]))
 
@@ -111,6 +75,7 @@ def test_every_difference_is_a_mismatch_on_every_rank(kind, difference):
 
         results = group.outcomes(work)
         text = ended(group, results, errors.CollectiveMismatch)
+    assert text.startswith("Ranks called different collectives at step 0. Received: ra")
     for part in said:
         assert part in text
 
@@ -186,20 +151,16 @@ def test_a_wait_ends_when_another_thread_aborts_or_closes(kind, ending):
             waiting.barrier()
 
 
-def test_abort_with_an_error_ends_a_wait_with_that_error():
-    with Group("unix", 2) as group:
-        error = errors.WorkerLost(5, "host5:1", 7, "a test said so")
-        group.communicators[0].abort(error)
-        with pytest.raises(errors.WorkerLost, match=r"^Rank 5 \(host5:1\) was lost at"):
-            group.communicators[0].barrier()
-
-
-@pytest.mark.parametrize("kind", CONNECTED, ids=ids)
+@pytest.mark.parametrize("kind", [("connected_shared", 3), ("aab", 3)], ids=ids)
 @pytest.mark.parametrize(
     ("leaver", "error", "reason"),
     [
         (-1, None, "it closed its strategy while others still needed it"),
-        (0, ValueError("no such file."), "its script ended with ValueError: no such f"),
+        (
+            0,
+            ValueError("no such file." + "x" * 5000),
+            "its script ended with ValueError: no such f",
+        ),
     ],
 )
 def test_a_rank_that_leaves_early_is_named_by_all_others(kind, leaver, error, reason):
@@ -221,6 +182,7 @@ def test_a_rank_that_leaves_early_is_named_by_all_others(kind, leaver, error, re
             assert (found.rank, found.step) == (leaver, 3)
             assert found.host == group.jobs[leaver].cluster.address
             assert found.reason.startswith(reason)
+            assert len(str(found)) < 2000
 
 
 def test_ranks_may_leave_one_after_the_other_when_nobody_needs_them():
@@ -229,74 +191,6 @@ def test_ranks_may_leave_one_after_the_other_when_nobody_needs_them():
         for rank in (0, 2, 1, 3):
             group.jobs[rank].close()
         assert [job.failure for job in group.jobs] == [None] * 4
-
-
-@pytest.mark.parametrize(
-    "kind", [("tcp", 3), ("connected_shared", 3), ("aab", 3)], ids=ids
-)
-def test_an_interrupted_rank_is_named_by_the_others_at_once(kind):
-    """Ctrl-C, or a bug, in the midst of a collective."""
-    with Group(*kind) as group:
-        group.run(lambda c: c.barrier())
-        broken = group.communicators[1]
-
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        broken.add_recorder(types.SimpleNamespace(add=interrupt))
-
-        def work(communicator):
-            try:
-                communicator.all_reduce([np.ones(3)])
-            except KeyboardInterrupt:
-                return "interrupted"
-
-        first, second, third = group.outcomes(work)
-        assert second == "interrupted"
-        for error in (first, third):
-            assert type(error) is errors.WorkerLost
-            assert error.rank == 1
-            assert error.reason.startswith(
-                "it left #2 all_reduce(op='sum', dtype=float6"
-            )
-            assert error.reason.endswith("with KeyboardInterrupt:")
-        with pytest.raises(
-            errors.TransportClosed, match=r"^This communicator was abort"
-        ):
-            broken.barrier()
-
-
-def test_an_overflow_is_no_error_even_where_numpy_is_told_to_raise():
-    """One rank alone would stop, and leave the others waiting."""
-
-    def work(communicator):
-        with np.errstate(all="raise"), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            return communicator.all_reduce([np.array([6e4], np.float16)])[0].tolist()
-
-    with Group("shared", 3) as group:
-        assert group.run(work) == [[np.inf]] * 3
-
-
-@pytest.mark.parametrize("exchange", [1, 2, 3, 4])
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_transport_that_breaks_at_any_place_ends_all_ranks(rank, exchange):
-    faults = Faults()
-    faults.fail_at(rank=rank, exchange=exchange)
-    supervisor = NullFailureDetector()
-    group = [
-        RingCommunicator(transport, supervisor, 5.0)
-        for transport in memory_group(4, faults)
-    ]
-
-    # Not a small buffer, which goes round in three exchanges: then a rank may have all
-    # that it needs before another one breaks.
-    results = outcomes(4, lambda r: group[r].all_reduce([np.arange(100_000)]))
-
-    assert type(results.pop(rank)) in (errors.TransportClosed, errors.WorkerLost)
-    for error in results:
-        assert type(error) is errors.WorkerLost
-        assert error.rank == rank
 
 
 def test_the_kept_failure_holds_no_arrays():

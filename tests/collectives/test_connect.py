@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
-import threading
 import time
 
 import numpy as np
-import psutil
 import pytest
 
 from groups import (
@@ -22,13 +17,10 @@ from groups import (
 )
 from hosts import Hosts
 from kerasdist import errors
-from kerasdist.cluster import Cluster
-from kerasdist.collectives import TRANSPORTS, connect
-from kerasdist.collectives.connect import mesh
+from kerasdist.collectives import connect
 from kerasdist.transport import Timeouts
 from kerasdist.transport.rendezvous.startup import Session
 from pace import bound
-from waiting import wait_until
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(90)
@@ -55,14 +47,11 @@ def use_and_close(jobs):
     ("asked", "hosts", "chosen"),
     [
         ("auto", "aa", "shared_memory"),
-        ("auto", "aaaa", "shared_memory"),
         ("auto", "ab", "tcp"),
-        ("auto", "abc", "tcp"),
         ("auto", "aab", "hierarchical"),
         ("auto", "abab", "hierarchical"),
         ("tcp", "aaa", "tcp"),
         ("shared_memory", "aa", "shared_memory"),
-        ("hierarchical", "aaa", "hierarchical"),
         ("hierarchical", "abc", "hierarchical"),
     ],
 )
@@ -75,20 +64,12 @@ def test_the_transport_is_chosen_by_where_the_workers_are(asked, hosts, chosen):
     use_and_close(jobs)
 
 
-def test_one_worker_needs_nobody():
-    job = connect(Cluster(rank=0, size=1), replicas=3)
-    assert (job.transport, job.replicas) == ("none", (3,))
-    assert job.communicator.all_gather(np.arange(2))[0].tolist() == [0, 1]
-    job.close()
-
-
 def test_an_unknown_transport_is_an_error_before_anything_is_done():
     with pytest.raises(
         ValueError,
         match=r"^Unknown transport\. Received: transport='nccl'; expected on",
     ):
         connect(cluster_on(addresses_of(2), 0), transport="nccl")
-    assert {"auto", "hierarchical", "shared_memory", "tcp"} <= set(TRANSPORTS)
 
 
 def test_shared_memory_over_several_hosts_is_an_error_on_all():
@@ -106,35 +87,9 @@ def test_shared_memory_over_several_hosts_is_an_error_on_all():
         assert f"3 workers on 2 hosts (this host has ranks {mine})" in str(error)
 
 
-def test_different_transports_are_an_error_on_all():
-    addresses = addresses_of(2)
-    results = outcomes(
-        2, lambda r: connect(cluster_on(addresses, r), transport=("tcp", "auto")[r])
-    )
-    for error in results:
-        assert type(error) is errors.StartupError
-        assert str(error).startswith("Workers were started with different arguments.")
-
-
-def test_several_jobs_in_one_process_do_not_disturb_each_other():
-    addresses = addresses_of(2)
-    timeouts = Timeouts(startup=20, collective=20, heartbeat=10)
-
-    def join(rank):
-        return connect(cluster_on(addresses, rank), timeouts=timeouts)
-
-    first, second = in_threads(2, join), in_threads(2, join)
-    in_threads(2, lambda r: first[r].communicator.barrier())
-    first[1].communicator.abort()
-    assert outcomes(2, lambda r: second[r].communicator.barrier()) == [None, None]
-    in_threads(2, lambda r: first[r].close())
-    use_and_close(second)
-    third = in_threads(2, join)
-    use_and_close(third)
-
-
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory", "hierarchical"])
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(
+    ("transport", "lost"), [("tcp", 0), ("shared_memory", 2), ("hierarchical", 0)]
+)
 def test_a_rank_that_dies_between_its_start_and_its_connections(transport, lost):
     """The others don't wait out the start's time-out: they are told."""
     addresses = addresses_of(3)
@@ -160,73 +115,6 @@ def test_a_rank_that_dies_between_its_start_and_its_connections(transport, lost)
         assert type(error) is errors.WorkerLost
         assert (error.rank, error.step) == (lost, 0)
 
-
-def test_what_was_connected_is_closed_when_the_rest_does_not_come():
-    addresses = addresses_of(3)
-    given_up = [threading.Event(), threading.Event()]
-    timeouts = Timeouts(startup=20)
-
-    def work(rank):
-        cluster = cluster_on(addresses, rank)
-        session = Session(cluster, settings={}, timeouts=timeouts, host="a")
-        session.timeouts = Timeouts(startup=1.5)
-        with contextlib.closing(session):
-            if rank == 2:
-                for event in given_up:
-                    event.wait(bound(20))
-                return
-            try:
-                mesh(session, [0, 1, 2])
-            finally:
-                given_up[rank].set()
-
-    first, second, third = outcomes(3, work)
-    assert third is None
-    for error in (first, second):
-        assert type(error) is errors.StartupError
-        assert error.missing == {2: "it didn't connect for data"}
-
-
-def test_a_worker_that_is_killed_and_started_again_during_the_start_is_taken(tmp_path):
-    script = """
-        import os, sys, time
-        from kerasdist.cluster import resolve
-        from kerasdist.collectives import connect
-        from kerasdist.transport import Timeouts
-        cluster = resolve()
-        end = time.monotonic() + 60
-        while cluster.rank == 1 and not os.path.exists(sys.argv[1]):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        job = connect(cluster, timeouts=Timeouts(startup=60, heartbeat=20))
-        print("RESULT", job.communicator.all_reduce([cluster.rank])[0])
-        job.close()
-    """
-    go = tmp_path / "go"
-    with Workers(script, 3, args=[str(go)], handover=False) as job:
-        victim = psutil.Process(job.processes[2].pid)
-        chief = int(job.addresses[0].split(":")[1])
-
-        def has_come():
-            assert job.is_running(2), job.report()
-            return any(
-                connection.status == psutil.CONN_ESTABLISHED
-                and connection.raddr.port == chief
-                for connection in victim.net_connections(kind="tcp")
-            )
-
-        wait_until(has_come, "rank 2's connection to the chief")
-        env, command = victim.environ(), victim.cmdline()
-        job.kill(2, signal.SIGKILL)
-        job.wait_one(2)
-        again = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
-        with again:
-            go.touch()
-            assert [job.wait_one(r).result for r in (0, 1)] == [3, 3]
-            assert again.communicate(timeout=bound(60))[0] == b"RESULT 3\n"
-
-
-# Several hosts, each with an address of its own.
 
 OVER_HOSTS = """
     import json, os
@@ -265,17 +153,7 @@ OVER_HOSTS = """
 
 
 def lose(hosts, layout, lost, heartbeat=20.0):
-    """Let something happen to a job at work on hosts.
-
-    Args:
-        hosts: The hosts.
-        layout: Each rank's host as a digit.
-        lost: What happens, to the job.
-        heartbeat: Seconds.
-
-    Returns:
-        How its workers ended, and the job.
-    """
+    """How a job on hosts, each rank's as a digit, ends after `lost(job)`."""
     places = [int(place) for place in layout]
     with Workers(
         OVER_HOSTS,
@@ -306,7 +184,7 @@ def test_a_killed_rank_is_noticed_across_hosts(two_hosts, layout, victim):
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize(("layout", "cut"), [("0123", 1), ("0011", 1), ("0012", 2)])
+@pytest.mark.parametrize(("layout", "cut"), [("0123", 1), ("0011", 1)])
 def test_a_host_that_is_cut_off_is_noticed_by_all(layout, cut):
     """Nothing says so: no packet arrives any more, on either side."""
     with Hosts(max(map(int, layout)) + 1) as hosts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from test_communicator import same_bytes
 
 from groups import Group
 from kerasdist.collectives.row_exchange import Slices
@@ -33,11 +34,6 @@ def slices_of(rank, count, rows=0, seed=0):
         given = rng.integers(-4, 5, (len(chosen), *shape)).astype(values)
         found.append(Slices(given, chosen.astype(indices), rows))
     return found
-
-
-def same_bytes(results):
-    first = [(a.dtype, a.shape, a.tobytes()) for a in results[0]]
-    return all([(a.dtype, a.shape, a.tobytes()) for a in r] == first for r in results)
 
 
 COUNTS = [(5, 0, 3, 7, 1), (0,) * 5, (4000, 3000, 1, 0, 9)]
@@ -142,30 +138,6 @@ def test_one_with_double_indices_keeps_the_table_from_being_summed(group):
 
     values, _ = group.run(work)[0]
     assert len(values) == 3 * group.size
-
-
-def test_lent_results_stay_while_they_are_held():
-    with Group("shared", 2) as made:
-
-        def work(c):
-            held = []
-            for step in range(6):
-                mine = Slices(np.full((400, 8), step, "float32"), np.arange(400))
-                values, indices = c.exchange_rows([mine], lend=True)
-                assert not values.flags.writeable
-                assert values.ctypes.data % 64 == indices.ctypes.data % 64 == 0
-                held.append(values)
-            assert [float(v.min()) for v in held] == [float(v.max()) for v in held]
-            seen = [int(v[0, 0]) for v in held]
-            memories = len(c.lent.memories)
-            del held, values, indices
-            for _ in range(10):
-                c.exchange_rows([mine], lend=True)
-            return seen, memories, len(c.lent.memories)
-
-        for seen, before, after in made.run(work):
-            assert seen == list(range(6))
-            assert before == after == 6
 
 
 @pytest.mark.parametrize("kind", ["memory", "shared"])

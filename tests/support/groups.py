@@ -28,7 +28,7 @@ from kerasdist.transport import Timeouts, log
 from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.handshake import FrameAuthenticator
 from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
-from kerasdist.transport.memory import SEGMENT_NAME, Faults, memory_group
+from kerasdist.transport.memory import SEGMENT_NAME, memory_group
 from kerasdist.transport.rendezvous.startup import Session
 from kerasdist.transport.sockets import SocketTransport
 from pace import bound
@@ -36,7 +36,6 @@ from waiting import wait_until
 from workers import free_ports
 
 __all__ = [
-    "CONNECTED",
     "KINDS",
     "LAYOUTS",
     "Group",
@@ -58,8 +57,6 @@ __all__ = [
 
 # On which host each rank is, for groups of workers on several hosts.
 LAYOUTS = ("aa", "ab", "aab", "abb", "abab", "abc", "abcab")
-# Groups of jobs made by `connect`, with a supervisor each.
-CONNECTED = [("tcp", 2), ("tcp", 4), ("connected_shared", 3), ("aab", 3)]
 # One or two of each implementation, with an odd and an even number of ranks.
 KINDS = [
     *(("single", 1), ("memory", 1), ("memory", 5), ("unix", 2), ("shared", 3)),
@@ -277,7 +274,6 @@ class Group(Ranks):
         size: Number of ranks.
         timeout: Seconds that a collective may take.
         heartbeat: Seconds of silence after which a rank is lost, if connected.
-        faults: Where transports of kind "memory" break.
     """
 
     def __init__(
@@ -287,7 +283,6 @@ class Group(Ranks):
         *,
         timeout: float = 20.0,
         heartbeat: float = 10.0,
-        faults: Faults | None = None,
     ) -> None:
         self.size = size
         self.jobs: list[Job] = []
@@ -312,7 +307,7 @@ class Group(Ranks):
                 for transport in socket_mesh(size)
             ]
         elif kind in ("memory", "unix"):
-            ring = memory_group(size, faults) if kind == "memory" else socket_ring(size)
+            ring = memory_group(size) if kind == "memory" else socket_ring(size)
             self.communicators = [RingCommunicator(t, alone, timeout) for t in ring]
         else:
             # Different hosts: so it is really TCP and not the host's own sockets.

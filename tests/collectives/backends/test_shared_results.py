@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from groups import Group
-from kerasdist import errors
 from kerasdist.collectives import shared_memory
 
 LARGE = 300_001  # elements: more than one block, in chunks of different sizes
@@ -31,22 +30,6 @@ def memories(communicator):
 def group(request):
     with Group("shared", request.param) as made:
         yield made
-
-
-def test_a_lent_result_is_the_result(group):
-    def work(communicator):
-        # With a scale, in several dtypes, and from many arrays.
-        buffers = [own(communicator.rank), np.ones(3, np.float32)]
-        buffers += [np.full(70_000, communicator.rank, np.float64)]
-        plain = communicator.all_reduce(buffers, scale=0.5)
-        given = communicator.all_reduce(buffers, scale=0.5, lend=True)
-        return plain, given, memories(communicator)
-
-    for plain, given, mapped in group.run(work):
-        assert [m.buffer.size for m in mapped] == [(LARGE + 3) * 4, 70_000 * 8]
-        for one, other in zip(plain, given, strict=True):
-            np.testing.assert_array_equal(one, other)
-            assert not other.flags.writeable
 
 
 def test_all_ranks_read_one_memory(group):
@@ -131,13 +114,3 @@ def test_without_memory_to_lend_results_are_each_ranks_own(group, monkeypatch):
 
     assert group.run(work) == [(group.size, [])] * group.size
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_all_ranks_must_lend_alike(group):
-    def work(communicator):
-        with pytest.raises(errors.CollectiveMismatch, match="all_reduce"):
-            communicator.all_reduce(
-                [np.ones(LARGE, np.float32)], lend=communicator.rank == 0
-            )
-
-    group.run(work)

@@ -23,19 +23,6 @@ def test_a_lost_one_joins_again():
     assert check(newcomer, 3)[-1] == [1, 2, 0]
 
 
-def test_several_join_one_that_is_alone():
-    ends = [[0, 7, KILL], [2, 9, KILL]]
-    with start(3, ends=ends, turns=60, full=True, handover=False) as job:
-        for victim in (0, 2):
-            job.wait_one(victim)
-            job.start_again(victim)
-        finished = job.succeed()
-    for each in finished:
-        check(each, 3)
-        first, *others = each.result["last"]
-        assert (first, sorted(others)) == (1, [0, 2])
-
-
 def test_one_joins_after_one_whose_clock_was_ahead(tmp_path):
     """By an hour: the first process that is started again, which dies, too."""
     folder = str(tmp_path)

@@ -25,46 +25,40 @@ def send(pid=None):
 """
 
 
-def run(script: str) -> tuple[int, str]:
+def run(script):
     with Workers(BEGIN + script, 1, deadline=40.0) as job:
         finished = job.wait_one(0)
     return finished.returncode, finished.output
 
 
 @pytest.mark.parametrize(
-    "busy",
+    ("script", "shown", "told"),
     [
-        "time.sleep(60)",
+        ("Termination.acquire(1.5)\nsend()\ntime.sleep(60)", "", True),
         # Not interrupted by signals, as in functions of TensorFlow: no handler runs.
-        "mutex = ctypes.create_string_buffer(64)\n"
-        "for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)",
-    ],
-    ids=["python", "native"],
-)
-def test_the_process_ends_by_the_signal_at_the_deadline(busy: str) -> None:
-    begin = time.monotonic()
-    code, output = run(f"Termination.acquire(1.5)\nsend()\n{busy}")
-    assert code == -signal.SIGTERM
-    assert "this worker received SIGTERM" in output
-    assert "and wrote no checkpoint" in output
-    assert time.monotonic() - begin < bound(30)
-
-
-def test_in_fit_the_deadline_is_later() -> None:
-    code, output = run(f"""
+        (
+            """
+Termination.acquire(1.5)
+send()
+mutex = ctypes.create_string_buffer(64)
+for _ in range(2):
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+""",
+            *("", True),
+        ),
+        (
+            f"""
 termination = Termination.acquire({bound(0.6)})
 with termination.in_fit():
     send()
     time.sleep({bound(0.35)})
     print("IN FIT", flush=True)
 time.sleep(60)
-""")
-    assert code == -signal.SIGTERM
-    assert "IN FIT" in output
-
-
-def test_a_job_that_agrees_sets_the_deadline() -> None:
-    code, output = run(f"""
+""",
+            *("IN FIT", True),
+        ),
+        (
+            f"""
 termination = Termination.acquire({bound(0.3)})
 send()
 assert wait(lambda: termination.requested)
@@ -72,13 +66,23 @@ termination.extend(120.0)
 time.sleep({bound(0.4)})
 print("LEFT", flush=True)
 end_process()
-""")
+""",
+            *("LEFT", False),
+        ),
+    ],
+    ids=["python", "native", "later in fit", "when all agree"],
+)
+def test_the_process_ends_by_the_signal_at_the_deadline(script, shown, told):
+    begin = time.monotonic()
+    code, output = run(script)
     assert code == -signal.SIGTERM
-    assert "LEFT" in output
-    assert "received SIGTERM" not in output
+    assert shown in output
+    assert ("this worker received SIGTERM" in output) is told
+    assert ("and wrote no checkpoint" in output) is told
+    assert time.monotonic() - begin < bound(30)
 
 
-def test_handlers_of_the_script_and_its_wakeup_descriptor_are_left_alone() -> None:
+def test_handlers_of_the_script_and_its_wakeup_descriptor_are_left_alone():
     code, output = run("""
 heard = []
 for own in (lambda *_: heard.append("OWN"), signal.SIG_IGN):
@@ -99,6 +103,16 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 reading, writing = os.pipe()
 os.set_blocking(writing, False)
 signal.set_wakeup_fd(writing)
+# The last of two jobs gives back what was there.
+first, second = Termination.acquire(30.0), Termination.acquire(30.0)
+assert first is second
+first.release()
+assert signal.getsignal(signal.SIGTERM) is first
+second.release()
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert signal.set_wakeup_fd(writing) == writing
+assert [t.name for t in __import__("threading").enumerate()] == ["MainThread"]
+
 termination = Termination.acquire(30.0)
 send()
 assert wait(lambda: termination.requested)
@@ -108,25 +122,7 @@ assert signal.set_wakeup_fd(-1) == writing
     assert code == 0, output
 
 
-def test_the_last_job_restores_the_default_action() -> None:
-    code, output = run("""
-first, second = Termination.acquire(30.0), Termination.acquire(30.0)
-assert first is second
-first.release()
-assert signal.getsignal(signal.SIGTERM) is first
-second.release()
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-assert signal.set_wakeup_fd(-1) == -1
-assert [t.name for t in __import__("threading").enumerate()] == ["MainThread"]
-print("RELEASED", flush=True)
-send()
-time.sleep(60)
-""")
-    assert code == -signal.SIGTERM
-    assert "RELEASED" in output
-
-
-def test_a_forked_child_isnt_the_worker() -> None:
+def test_a_forked_child_isnt_the_worker():
     """A pool of processes ends its children by SIGTERM."""
     code, output = run("""
 termination = Termination.acquire(30.0)

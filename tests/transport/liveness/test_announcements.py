@@ -61,11 +61,7 @@ def lose(job):
 @pytest.mark.parametrize(
     ("before", "event", "end"),
     [
-        (
-            [lambda job: job.ranks[0].begin("a")],
-            lambda j: j.ranks[0].end("a", {}),
-            "done",
-        ),
+        ([begin], lambda job: job.ranks[0].end("a", {}), "done"),
         # What the chief has done alone before isn't what is waited for.
         ([write, lambda job: move(job, 1, 1)], write, "done"),
         # Between two collectives the chief was asked to write a file twice.
@@ -74,6 +70,7 @@ def lose(job):
         ([], lambda job: move(job, 1, 0), "past"),
         ([begin], lambda job: move(job, 1, 0), "past"),
         ([], lose, "lost"),
+        ([], lambda job: setattr(job, "gone", "it has finished"), "gone"),
     ],
 )
 def test_a_wait_ends_with_what_happens_and_not_before(before, event, end):
@@ -92,18 +89,12 @@ def test_a_wait_ends_with_what_happens_and_not_before(before, event, end):
     assert found is job.lost if end == "lost" else found == end
 
 
-def test_what_is_done_already_is_not_waited_for():
-    job = Ranks()
-    write(job, "a", size=3)
-    outcome = job.ranks[1].wait("a")
-    assert (outcome.kind, outcome.facts) == ("done", {"size": 3})
-
-
 def test_a_late_rank_finds_what_was_done_and_what_came_after():
     job = Ranks()
-    write(job, "a")
+    write(job, "a", size=3)
     job.places[0] = 5
-    assert job.ranks[1].wait("a").kind == "done"
+    outcome = job.ranks[1].wait("a")
+    assert (outcome.kind, outcome.facts) == ("done", {"size": 3})
     write(job, "a", newer=True)
     assert job.ranks[1].wait("a").facts == {"newer": True}
 
@@ -115,20 +106,11 @@ def test_a_failure_is_that_of_this_attempt_only():
     assert job.ranks[1].wait("a").kind == "failed"
     job.places = [1, 1]
     write(job, "a")
-    job.ranks[0].begin("a")
+    begin(job)
     job.ranks[0].end("a", {"error": "OSError"}, failed=True)
     # The first one here was done; that a later one failed is another matter.
     assert job.ranks[1].wait("a").kind == "done"
     assert job.ranks[1].wait("a").kind == "failed"
-
-
-def test_a_chief_that_has_left_can_do_nothing_more():
-    job = Ranks()
-    job.gone = "it has finished"
-    outcome = job.ranks[1].wait("a")
-    assert (outcome.kind, outcome.reason) == ("gone", "it has finished")
-    write(job, "b")
-    assert job.ranks[1].wait("b").kind == "done"
 
 
 def test_waits_end_at_a_deadline():
@@ -150,13 +132,9 @@ def test_only_so_many_topics_are_remembered():
     ("sender", "value"),
     [
         (0, {}),
-        (0, {"do": "ask"}),
         (2, {"do": "place", "place": 3}),
-        (0, {"do": "place", "place": -1}),
         (0, {"do": "place", "place": float("inf")}),
-        (0, {"do": "state", "topic": 3, "state": "done", "facts": {}}),
         (0, {"do": "state", "topic": "a", "state": "odd", "facts": {}}),
-        (0, {"do": "state", "topic": "a", "state": "done", "facts": []}),
         (0, {"do": "state", "topic": "a", "state": "done", "facts": {}, "place": 1}),
     ],
 )

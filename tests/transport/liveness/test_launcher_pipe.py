@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -44,7 +41,9 @@ def sent(pipe):
 
 
 def test_a_report_is_one_short_line(pipe):
+    os.set_inheritable(pipe.writing, True)  # as a worker gets it
     Reporter("0" * 100, 10_000, pipe.environ).failed(LOST)
+    assert not os.get_inheritable(pipe.writing)
     Reporter("a.1", 0, pipe.environ).failed(MISMATCH)
     first, second = sent(pipe)
     assert len(first) < 512  # the least PIPE_BUF there is
@@ -68,25 +67,16 @@ def test_without_a_launcher_nothing_is_said(pipe, tmp_path):
         Reporter("a.1", 0, {}).failed(LOST)
     assert sent(pipe) == []
     assert (tmp_path / "file").read_bytes() == b""
-    assert os.get_inheritable(pipe.writing) is False
     Reporter("a.1", 0, {REPORT_VARIABLE: named}).failed(LOST)
     assert len(sent(pipe)) == 1
 
 
-def test_a_descriptor_that_became_something_else_is_left_alone(pipe):
+def test_a_descriptor_that_became_something_else_is_left_alone(pipe, tmp_path):
     reporter = Reporter("a.1", 0, pipe.environ)
-    kept = os.dup(pipe.writing)
-    reading, writing = os.pipe()
-    try:
-        os.dup2(writing, pipe.writing)
-        reporter.failed(LOST)
-        os.set_blocking(reading, False)
-        with pytest.raises(BlockingIOError):
-            os.read(reading, 1)
-        assert sent(pipe) == []
-    finally:
-        for descriptor in (kept, reading, writing):
-            os.close(descriptor)
+    with (tmp_path / "file").open("wb") as file:
+        os.dup2(file.fileno(), pipe.writing)
+    reporter.failed(LOST)
+    assert (tmp_path / "file").read_bytes() == b""
 
 
 def test_a_full_pipe_and_one_that_nobody_reads_are_no_obstacle(pipe):
@@ -103,17 +93,6 @@ def test_a_full_pipe_and_one_that_nobody_reads_are_no_obstacle(pipe):
     os.close(unread.writing)
 
 
-def test_the_scripts_processes_dont_inherit_the_pipe(pipe):
-    fd = pipe.writing
-    os.set_inheritable(fd, True)  # as a worker gets it
-    code = f"import os; os.fstat({fd})"
-    command = [sys.executable, "-c", code]
-    run = {"close_fds": False, "stderr": subprocess.DEVNULL, "timeout": 60}
-    assert subprocess.run(command, check=False, **run).returncode == 0
-    Reporter("a.1", 0, pipe.environ)
-    assert subprocess.run(command, check=False, **run).returncode != 0
-
-
 REPORT = {"job": "a", "rank": 0, "error": "E", "blames": 1}
 MEMBERS = {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1, "pause": 0}
 
@@ -121,7 +100,7 @@ MEMBERS = {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1, "pause": 
 @pytest.mark.parametrize(
     "line",
     [
-        *(b"", b"{", b"1", b"[" * 100_000, b"\xff\xfe"),
+        *(b"", b"1", b"[" * 100_000, b"\xff\xfe"),
         *(
             json.dumps(value).encode()
             for value in (
@@ -151,9 +130,6 @@ def test_half_a_line_waits_for_its_end(pipe):
     assert pipe.read() == [report]
 
 
-# Servers.
-
-
 def test_what_servers_say_is_one_short_line(pipe):
     server = ServerReporter(3, pipe.environ)
     server.begun(7.5)
@@ -170,9 +146,6 @@ def test_what_servers_say_is_one_short_line(pipe):
     assert gave_up == Notice(server=3, kind="gave_up")
 
 
-# Members of elastic jobs.
-
-
 def test_all_members_report_the_same_line(pipe):
     for rank in (1, 3):
         Reporter("a.1", rank, pipe.environ).members(2, [3, 1], step=120, pause=0.5)
@@ -185,31 +158,27 @@ def test_all_members_report_the_same_line(pipe):
     assert members.complete
 
 
-@pytest.mark.parametrize(("size", "complete"), [(100, False), (10, True)])
-def test_a_long_list_of_members_is_cut_after_the_chief(pipe, size, complete):
-    ranks = [10_000, *range(1000, 1000 + size - 1)]
-    reporter = Reporter("0" * 100, 1, pipe.environ)
-    reporter.members(10**6, ranks, step=10**12, pause=1 / 3)
+def test_a_long_list_of_members_is_cut_after_the_chief(pipe):
+    ranks = [10_000, *range(1000, 1099)]
+    Reporter("0" * 100, 1, pipe.environ).members(10**6, ranks, step=10**12, pause=1 / 3)
     (line,) = sent(pipe)
     assert len(line) < 512
     members = decode(line)
-    assert members.size == size
-    assert members.complete is complete
+    assert (members.size, members.complete) == (100, False)
     assert list(members.ranks) == ranks[: len(members.ranks)] != []
 
 
-# The launcher's list of tasks that have ended for good.
-
-
 @pytest.fixture
-def written() -> Iterator[EndedTaskList]:
+def written():
     made = EndedTaskList(4)
     yield made
     made.close()
 
 
-def test_a_worker_reads_what_the_launcher_has_marked(written: EndedTaskList) -> None:
+def test_a_worker_reads_what_the_launcher_has_marked(written):
+    os.set_inheritable(written.fileno(), True)
     read = EndedTasks(written.environ)
+    assert not os.get_inheritable(written.fileno())
     assert read.read() == frozenset()
     written.mark(0, ended=True)
     written.mark(3, ended=True)
@@ -219,13 +188,7 @@ def test_a_worker_reads_what_the_launcher_has_marked(written: EndedTaskList) -> 
     assert read.read() == {0}
 
 
-def test_processes_of_the_script_dont_inherit_it(written: EndedTaskList) -> None:
-    os.set_inheritable(written.fileno(), True)
-    EndedTasks(written.environ)
-    assert not os.get_inheritable(written.fileno())
-
-
-def test_without_a_launcher_no_task_has_ended(written: EndedTaskList) -> None:
+def test_without_a_launcher_no_task_has_ended(written):
     written.mark(0, ended=True)
     (name,) = written.environ
     for text in ("", "no number", "0:1", f"{written.fileno()}:1"):

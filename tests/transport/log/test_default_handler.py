@@ -29,7 +29,7 @@ SAY = """
 """
 
 
-def stderr_of(script, **env):
+def stderr_of(script, code=0, **env):
     """What a script without TensorFlow writes to standard error, in lines."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -37,9 +37,9 @@ def stderr_of(script, **env):
         capture_output=True,
         text=True,
         timeout=bound(60),
-        check=True,
+        check=False,
     )
-    assert done.stdout == ""
+    assert (done.returncode, done.stdout) == (code, "")
     return done.stderr.splitlines()
 
 
@@ -57,27 +57,14 @@ FORMATTED = [
         ("import kerasdist", INFO),
         # The application has: its level, its format, and each line once.
         (
-            "import kerasdist, logging; logging.basicConfig(level='INFO')",
-            FORMATTED,
-        ),
-        (
             "import logging; logging.basicConfig(level='INFO'); import kerasdist",
             FORMATTED,
         ),
-        (
-            "import kerasdist, logging; logging.basicConfig()",
-            FORMATTED[1:],
-        ),
-        # Only a level, by the application: the library's handler keeps it.
+        ("import kerasdist, logging; logging.basicConfig()", FORMATTED[1:]),
         (
             "import kerasdist, logging; logging.getLogger('kerasdist').setLevel(30)",
             ["kerasdist: warning"],
         ),
-        (
-            "import kerasdist, logging; logging.getLogger('kerasdist').setLevel(10)",
-            ["kerasdist: debug 1", *INFO],
-        ),
-        ("import kerasdist, logging; logging.disable(20)", ["kerasdist: warning"]),
         # A handler of its own for these lines alone, and silence.
         (
             "import kerasdist, logging; log = logging.getLogger('kerasdist');"
@@ -97,10 +84,7 @@ def test_who_configures_decides(before, expected):
     assert stderr_of(f"    {before}{SAY}") == expected
 
 
-@pytest.mark.parametrize(
-    ("level", "count"),
-    [("debug", 3), ("INFO", 2), ("Warning", 1), ("10", 3), ("40", 0)],
-)
+@pytest.mark.parametrize(("level", "count"), [("debug", 3), ("Warning", 1), ("40", 0)])
 def test_the_environments_level_holds_with_and_without_an_application(level, count):
     for before in ("", "import logging; logging.basicConfig(); "):
         script = f"    {before}import kerasdist{SAY}"
@@ -174,7 +158,10 @@ def test_nothing_else_prints():
     found = set()
     for folder in ("kerasdist", "callbacks"):
         for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            text = path.read_text()
+            if not re.search(r"print|write\(", text):
+                continue
+            for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                     *("print", "io_utils.print_msg", "sys.stdout.write"),
                     "sys.stderr.write",
@@ -272,14 +259,5 @@ def test_what_is_logged_last_is_written_before_the_process_ends():
             log.log_in_background(logging.WARNING, "line %d", number)
         raise SystemExit(3)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=python_env(),
-        capture_output=True,
-        text=True,
-        timeout=bound(60),
-        check=False,
-    )
-    assert done.returncode == 3
-    lines = done.stderr.splitlines()
+    lines = stderr_of(script, code=3)
     assert lines == [*(f"line {number}" for number in range(200)), "at exit"]

@@ -1,22 +1,39 @@
-import dataclasses
+"""Decisions about the next epoch; messages survive their way, others are refused."""
+
+from __future__ import annotations
+
+import enum
 import itertools
+import json
+import tracemalloc
+import typing
+import zlib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kerasdist.collectives.elastic.consensus import Attempt
 from kerasdist.collectives.elastic.epochs import (
     Ballot,
+    Decision,
     Epoch,
+    Gone,
     Member,
+    Message,
     Prepare,
     Progress,
     Promise,
+    StepVerdict,
     StopReason,
     SuspensionReport,
+    decode,
+    encode,
     first_decision,
     is_quorum,
     next_decision,
 )
+from kerasdist.errors import ProtocolError
+from kerasdist.transport.framing import MAX_CONTROL
 
 A, B, C, D, E = (Member(n) for n in range(5))
 ALL = (A, B, C, D, E)
@@ -25,27 +42,6 @@ ALL = (A, B, C, D, E)
 def subsets(members):
     for count in range(len(members) + 1):
         yield from map(frozenset, itertools.combinations(members, count))
-
-
-@pytest.mark.parametrize(
-    ("voters", "members", "dead", "enough"),
-    [
-        ((B, C), (A, B, C), (), True),
-        ((C,), (A, B, C), (), False),
-        # Half, with and without the first one.
-        ((A, D), (A, B, C, D), (), True),
-        ((B, C, D), (A, B, C, D), (), True),
-        ((C, D), (A, B, C, D), (), False),
-        ((B,), (A, B), (), False),
-        # All others are dead.
-        ((B,), (A, B), (A,), True),
-        ((E,), ALL, (A, B, C, D), True),
-        # Two of the three that aren't dead: the third one may be in another group.
-        ((C, D), (A, B, C, D), (A,), False),
-    ],
-)
-def test_a_quorum(voters, members, dead, enough):
-    assert is_quorum(voters, members, dead) is enough
 
 
 @pytest.mark.parametrize("size", range(1, 6))
@@ -81,33 +77,6 @@ def test_a_step_is_committed_if_one_has_finished_it(a, progress, holders, furthe
     assert verdict.stop is None
 
 
-def test_members_keep_their_order_and_those_that_join_are_last():
-    reports = {B: SuspensionReport(Progress(1)), C: SuspensionReport(Progress(1))}
-    epoch = decide(reports, dead=[A], joiners=(E, D)).epoch
-    assert epoch.number == 1
-    assert epoch.members == (B, C, E, D)
-    assert epoch.newcomers == (E, D)
-    assert epoch.elders == {B, C}
-
-
-def test_those_without_the_state_wait_for_one_that_has_it():
-    joined = Epoch(4, (A, D, E), newcomers=(D, E), elders=frozenset([A]))
-    assert (
-        decide({D: SuspensionReport(None), E: SuspensionReport(None)}, epoch=joined)
-        is None
-    )
-
-
-def test_those_left_out_are_absent_unless_they_are_dead():
-    epoch = first_decision(ALL).epoch
-    reports = {
-        A: SuspensionReport(Progress(1)),
-        B: SuspensionReport(Progress(1), leaving=True),
-        C: SuspensionReport(Progress(1)),
-    }
-    assert decide(reports, epoch=epoch, dead=[D]).epoch.absent == {B, E}
-
-
 def test_one_that_leaves_has_to_stay_while_the_others_need_it():
     joined = Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
     reports = {
@@ -137,75 +106,108 @@ def test_of_two_without_contact_the_later_one_is_left_out():
     assert epoch.absent == {C}
 
 
-def test_all_become_elders_when_none_can_be_in_an_earlier_epoch():
-    joined = Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
-    reports = {D: SuspensionReport(Progress(9), confirmed=True)}
-    assert decide(reports, epoch=joined, dead=[A]).epoch.elders == {D}
+def values(hint):
+    """All values of a type that a message has."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is int:
+        return st.integers(0, (1 << 60) - 1)
+    if hint in (bool, type(None)) or isinstance(hint, enum.EnumType):
+        return st.from_type(hint)
+    if origin is frozenset:
+        return st.frozensets(values(args[0]), max_size=3)
+    if origin is tuple and args[1:] == (...,):
+        return st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values, args))
+    if args:
+        return st.one_of(*map(values, args))
+    hints = typing.get_type_hints(hint)
+    return st.builds(hint, *map(values, hints.values()))
 
 
-@pytest.mark.parametrize("absent", [False, True])
-def test_there_is_no_next_epoch_without_an_elder(absent):
-    joined = Epoch(*(4, (A, D), (D,), frozenset([A])), frozenset([B] if absent else ()))
-    reports = {D: SuspensionReport(Progress(9), confirmed=absent)}
-    assert decide(reports, epoch=joined, dead=[A]) is None
-    # B may have continued between the deaths of A and of B.
-    if absent:
-        assert decide(reports, epoch=joined, dead=[A, B]) is None
+# Of each kind as often as of any other.
+MESSAGES = values(Message)
+
+
+@settings(max_examples=200)
+@given(MESSAGES)
+def test_messages_survive(message):
+    assert decode(encode(message)) == message
+
+
+def test_those_of_a_large_job_fit_into_a_frame():
+    members = tuple(Member(number, number % 3) for number in range(1000))
+    every = frozenset(members)
+    epoch = Epoch(1 << 30, members, members, every, every)
+    decision = Decision(epoch, StepVerdict(Progress(1 << 40), members, members))
+    ballot = Ballot(1 << 30, members[-1])
+    report = SuspensionReport(Progress(1 << 40), every)
+    message = Promise(1, ballot, report, (ballot, decision))
+    data = encode(message)
+    assert len(data) < MAX_CONTROL
+    assert decode(data) == message
+    # And those that are sent most often take few bytes.
+    few = Prepare(0, Ballot(1, members[0]), first_decision(members), frozenset())
+    assert len(encode(few)) < 5000
+
+
+ODD = st.sampled_from([None, -2, 1.5, 1 << 80, "x", [], {}, True, [[]], float("nan")])
+
+
+@settings(max_examples=300)
+@given(MESSAGES, st.data())
+def test_a_field_that_is_changed_is_refused_or_read_as_another(message, data):
+    place = json.loads(zlib.decompress(encode(message)))
+    whole, key = place, data.draw(st.sampled_from(["kind", "fields", "fields"]))
+    while isinstance(place[key], list) and place[key] and data.draw(st.booleans()):
+        place = place[key]
+        key = data.draw(st.integers(0, len(place) - 1))
+    place[key] = data.draw(ODD)
+    try:
+        found = decode(zlib.compress(json.dumps(whole).encode()))
+    except ProtocolError:
+        return
+    # One without fields may have none in an object, too.
+    assert json.loads(zlib.decompress(encode(found))) == whole or not whole["fields"]
+
+
+def test_little_memory_is_taken_for_what_is_too_long():
+    bomb = zlib.compress(b" " * (100 * MAX_CONTROL))
+    assert len(bomb) < MAX_CONTROL
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ProtocolError, match=r"^A message about membership is damag"
+        ):
+            decode(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_CONTROL
+    finally:
+        tracemalloc.stop()
+
+
+TEXTS = [
+    b"[]",
+    b"\xff" * 40,
+    b'{"kind":"Gone"}',
+    b'{"kind":"Message","fields":[]}',
+    b'{"kind":"Excluded","fields":[true]}',
+    b'{"kind":"Join","fields":' + b"[" * 100_000,
+    b" " * (MAX_CONTROL + 1),
+]
 
 
 @pytest.mark.parametrize(
-    ("dead", "elders"), [((), {A}), ((B,), {A, D}), ((B, C), {A, D})]
+    "data",
+    [
+        b"",
+        b'{"kind":"Gone","fields":[]}',
+        b" " * (MAX_CONTROL + 1),
+        encode(Gone())[:-1],
+        encode(Gone()) + b"x",
+        *map(zlib.compress, TEXTS),
+    ],
+    ids=lambda data: repr(data[:30]),
 )
-def test_all_become_elders_when_the_absent_ones_die_before_the_last_elder(dead, elders):
-    joined = Epoch(4, (A, D), (D,), frozenset([A]), frozenset([B]))
-    reports = {
-        A: SuspensionReport(Progress(9)),
-        D: SuspensionReport(Progress(9), confirmed=True),
-    }
-    epoch = decide(reports, epoch=joined, dead=dead).epoch
-    assert epoch.elders == elders
-    assert epoch.absent == {B} - set(dead)
-
-
-@pytest.mark.parametrize("leaving", [False, True])
-def test_why_all_stop(leaving):
-    reports = {B: SuspensionReport(Progress(3), leaving=leaving)}
-    verdict = decide(reports, dead=[A, C], min_workers=2).verdict
-    assert verdict.stop is (StopReason.LEFT if leaving else StopReason.TOO_FEW)
-
-
-# Attempts.
-
-
-FIRST = first_decision((A, B, C))
-
-
-def attempt(*, dead=()):
-    return Attempt(Prepare(0, Ballot(3, A), FIRST, frozenset(dead)))
-
-
-def promise(accepted=None):
-    return Promise(0, Ballot(3, A), SuspensionReport(Progress(1)), accepted)
-
-
-def test_it_awaits_all_in_contact_and_a_quorum():
-    one = attempt().with_promise(A, promise())
-    assert one.awaits(frozenset())
-    assert one.awaits(frozenset([B, C]))
-    two = one.with_promise(B, promise())
-    assert two.awaits(frozenset())
-    assert not two.awaits(frozenset([C]))
-    assert not two.with_promise(C, promise()).awaits(frozenset())
-    assert set(two.reports()) == {A, B}
-    # The dead are not awaited.
-    assert not attempt(dead=[B, C]).with_promise(A, promise()).awaits(frozenset())
-
-
-def test_there_is_no_elder_when_all_are_dead_and_the_others_have_promised():
-    epoch = dataclasses.replace(FIRST.epoch, elders=frozenset([A]))
-    base = dataclasses.replace(FIRST, epoch=epoch)
-    for dead, expected in [((), False), ((A,), True), ((A, C), True)]:
-        one = Attempt(Prepare(0, Ballot(3, B), base, frozenset(dead)))
-        one = one.with_promise(B, promise())
-        assert one.has_no_elder() is (C in dead)
-        assert one.with_promise(C, promise()).has_no_elder() is expected
+def test_other_bytes_are_an_error(data):
+    with pytest.raises(ProtocolError):
+        decode(data)

@@ -7,12 +7,10 @@ import time
 
 import pytest
 
-from kerasdist import errors
 from kerasdist.transport.rendezvous import waiting_notice
 from kerasdist.transport.rendezvous.bind import (
     narrow,
     report_unprotected,
-    require_word,
 )
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 from pace import bound
@@ -40,20 +38,6 @@ def test_somebody_listens(host, names):
             with contextlib.closing(server.accept()[0]) as connection:
                 connection.settimeout(50.0)
                 assert connection.recv(1) == b""
-
-
-def test_nobody_listens():
-    with socket.socket() as held:  # bound, so nobody else gets it, but not listening
-        held.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{held.getsockname()[1]}"
-        assert why_unreachable(address, 5.0) == (
-            "connection refused: nothing listens there"
-        )
-
-
-def test_a_name_that_doesnt_resolve():
-    reason = why_unreachable("no-such-host.invalid:2222", 20.0)
-    assert reason.startswith(("its host name doesn't resolve", "looking up its host"))
 
 
 def test_no_answer_in_time():
@@ -95,11 +79,6 @@ def test_every_address_of_a_name_is_tried(monkeypatch):
         assert why_unreachable("host:1", 5.0) is None
 
 
-def test_an_address_that_is_none():
-    assert why_unreachable("host", 5.0).startswith("its address has no port")
-    assert why_unreachable("host:0", 5.0).startswith("its address has a port outside")
-
-
 # Servers that no secret protects: by an explicit word only, and at one address.
 
 
@@ -133,49 +112,8 @@ def test_a_server_on_all_addresses_takes_only_what_is_for_the_tasks_own(host, ow
         assert found
         if host != "localhost":
             assert found == own
-
-
-def test_bulk_data_go_through_a_narrowed_server():
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        assert narrow(f"127.0.0.1:{port}")
-        with socket.create_connection(("127.0.0.1", port)) as one:
-            one.settimeout(60)
-            other, _ = server.accept()
-            with other:
-                other.settimeout(60)
-                one.sendall(b"x" * 100_000)
-                received = b""
-                while len(received) < 100_000:
-                    received += other.recv(1 << 16)
-                other.sendall(b"y")
-                assert one.recv(1) == b"y"
-
-
-def test_other_ports_and_names_of_other_machines_narrow_nothing():
-    with (
-        socket.create_server(("", 0)) as server,
-        socket.create_server(("", 0)) as other,
-    ):
-        port = other.getsockname()[1]
-        assert narrow(f"127.0.0.1:{server.getsockname()[1]}")
-        for host in ("203.0.113.7", "no-such-host.invalid"):
-            assert not narrow(f"{host}:{port}")
-        assert reached("127.0.0.2", port)
-
-
-@pytest.mark.parametrize("word", [None, "", "yes"])
-def test_without_the_word_it_says_what_strangers_could_do(word):
-    environ = {} if word is None else {"KERASDIST_ALLOW_OPEN_SERVERS": word}
-    with pytest.raises(
-        errors.ClusterError,
-        match=r"^transport='native' makes TensorFlow open a port on each worker, .* ca"
-        r"n read and write all files that you can, and run any program as you\. Rec"
-        rf"eived: KERASDIST_ALLOW_OPEN_SERVERS={word!r}\. .* set KERASDIST_ALLOW_OPEN"
-        r"_SERVERS=1 on all workers; else use another transport or strategy\.$",
-    ):
-        require_word(environ, "transport='native'")
-    require_word({"KERASDIST_ALLOW_OPEN_SERVERS": "1"}, "transport='native'")
+        for other in ("203.0.113.7", "no-such-host.invalid"):
+            assert not narrow(f"{other}:{port}")
 
 
 def test_what_does_not_protect_them_is_said():
@@ -186,5 +124,4 @@ def test_what_does_not_protect_them_is_said():
         "although KERASDIST_TLS is set: only trusted users may reach its port."
     )
     text = report_unprotected("10.0.0.1:5", False, {})
-    assert " accepts connections to all addresses of this machine. " in text
-    assert " aren't encrypted: only trusted " in text
+    assert " to all addresses of this machine. " in text

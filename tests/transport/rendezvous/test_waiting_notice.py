@@ -20,7 +20,6 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
     WaitingNotice,
-    ranks_in_words,
 )
 from pace import bound
 from waiting import wait_until
@@ -82,21 +81,12 @@ else:
     connect_servers(resolve(), ServerSettings(mode="async")).close()
 result()
 """
-PLACED = """
-import tensorflow
-import kerasdist
-kerasdist.ModelParallelStrategy({".*": "/job:worker/task:0/device:CPU:0"}).close()
-result()
-"""
 
 
-def said_by(script, size, *, servers=0, handover=False):
-    with Workers(
-        SCRIPT + script, size, servers=servers, handover=handover, deadline=90
-    ) as job:
-        finished = job.succeed()
-        # Of `ModelParallelStrategy` only the chief's script goes on.
-        return job.addresses, [next(iter(each.results), None) for each in finished]
+def said_by(script, size, servers=0):
+    more = {"servers": servers, "handover": False, "deadline": 90}
+    with Workers(SCRIPT + script, size, **more) as job:
+        return job.addresses, [each.result for each in job.succeed()]
 
 
 SECONDS = r"for \d+ s, and continues for at most \d+ s \(`startup_timeout`\)\. "
@@ -104,52 +94,33 @@ REFUSED = "connection refused: nothing listens there"
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("script", "servers", "who", "here"),
     [
-        pytest.param(RING, id="ring"),
-        pytest.param(ELASTIC, id="elastic"),
-        pytest.param(PLACED, id="placed", marks=pytest.mark.soak),
+        (RING, 0, "rank 0", "ranks 0-1"),
+        (ELASTIC, 0, "rank 0", "ranks 0-1"),
+        (SERVERS, 1, "server 0", "rank 0"),
     ],
+    ids=["ring", "elastic", "servers"],
 )
-def test_a_rank_that_comes_later(script):
-    addresses, (chief, other, last) = said_by(script, 3)
-    name = re.escape(f"rank 2 ({addresses[2]})")
-    line = f"kerasdist: rank 0 has been waiting for {name} {SECONDS}Here: ranks 0-1. "
-    reason = re.escape(f"Missing: rank 2: {REFUSED}.")
-    assert any(re.match(line + reason, each) for each in chief), chief
+def test_a_rank_that_comes_later(script, servers, who, here):
+    size = 3 - servers
+    late = size - 1
+    addresses, said = said_by(script, size, servers)
+    waiting, other = said[-1 if servers else 0], said[1 - servers]
+    name = re.escape(f"rank {late} ({addresses[late]})")
+    line = f"kerasdist: {who} has been waiting for {name} {SECONDS}Here: {here}. "
+    reason = re.escape(f"Missing: rank {late}: {REFUSED}.")
+    assert any(re.match(line + reason, each) for each in waiting), waiting
     assert re.fullmatch(
-        r"kerasdist: rank 0 has all it waited for, after \d+ s\.", chief[-1]
+        rf"kerasdist: {who} has all it waited for, after \d+ s\.", waiting[-1]
     )
-    if script is PLACED:
-        return
     # It is connected itself.
     line = (
-        f"kerasdist: this task has been waiting for other workers {SECONDS}Here: rank "
-        "0. Missing: other workers: rank 0 waits for them, see its output. "
+        f"kerasdist: this task has been waiting for other workers {SECONDS}Here: {who}"
+        rf"\. Missing: other workers: {who} waits for them, see its output\. "
     )
     assert any(re.match(line, each) for each in other), other
-    assert not [each for each in last if "rank 0 has been" in each]
-
-
-def test_a_process_that_has_not_come_to_its_strategy():
-    # As under `kerasdist run`, which listens for all tasks.
-    _, (chief, _) = said_by(RING, 2, handover=True)
-    reason = "Missing: rank 1: its process runs, but hasn't come to its strategy yet."
-    assert reason in chief[0]
-
-
-def test_servers_and_workers():
-    addresses, (worker, _, server) = said_by(SERVERS, 2, servers=1)
-    name = re.escape(f"rank 1 ({addresses[1]})")
-    line = f"kerasdist: server 0 has been waiting for {name} {SECONDS}Here: rank 0. "
-    assert any(re.match(line, each) for each in server), server
-    assert any(
-        "Missing: other workers: server 0 waits for them, see its output." in each
-        for each in worker
-    ), worker
-
-
-# One process.
+    assert not [each for each in said[late] if f"{who} has been" in each]
 
 
 def lines_of(said, sight, *, environ=None, failed=False):
@@ -205,11 +176,6 @@ def test_nothing_is_said_of_a_short_wait(said):
         pass
     log.flush(60)
     assert said() == []
-
-
-def test_ranges():
-    assert ranks_in_words([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
-    assert ranks_in_words([3]) == "rank 3"
 
 
 def test_on_a_terminal_the_line_is_rewritten():

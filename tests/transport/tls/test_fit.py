@@ -12,7 +12,7 @@ from workers import Workers
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
 SCRIPT = """
-import gc, json, socket, sys
+import gc, json, os, socket, sys
 import keras
 import numpy as np
 from kerasdist import ParameterServerStrategy, RingStrategy
@@ -42,24 +42,28 @@ def fit(strategy):
     weights = [float(np.abs(w).sum()) for w in model.get_weights()]
     return losses + weights, connections()
 
-if sys.argv[1] == "servers":
-    found = fit(ParameterServerStrategy(mode="sync", timeout=60))
+found = []
+if sys.argv[1:]:
+    found.append(fit(ParameterServerStrategy(mode="sync", timeout=60)))
 else:
-    with RingStrategy(timeout=60) as strategy:
-        found = fit(strategy)
+    for tls in (None, os.environ["TLS"]):
+        if tls:
+            os.environ["KERASDIST_TLS"] = tls
+        with RingStrategy(timeout=60) as strategy:
+            found.append(fit(strategy))
 print("RESULT", json.dumps(found))
 """
 
 
 def test_a_fit_has_the_same_numbers(tmp_path):
-    tls = {"KERASDIST_TLS": Authority(folder=tmp_path).issue()}
+    tls = Authority(folder=tmp_path).issue()
     with Hosts(3) as hosts:
 
-        def run(kind, env, servers=0):
+        def run(env, args=(), servers=0):
             with Workers(
                 SCRIPT,
                 2,
-                [kind],
+                args,
                 env,
                 cluster=hosts.addresses[: 2 + servers],
                 prefix=hosts.prefix,
@@ -67,11 +71,10 @@ def test_a_fit_has_the_same_numbers(tmp_path):
             ) as job:
                 return [worker.result for worker in job.succeed()[:2]]
 
-        plain, encrypted = run("ring", {}), run("ring", tls)
-        served = run("servers", tls, 1)
-    for (numbers, sockets), of_ring, of_servers in zip(
-        plain, encrypted, served, strict=True
-    ):
+        rings = run({"TLS": tls})
+        served = run({"KERASDIST_TLS": tls}, ["servers"], 1)
+    for (plain, of_ring), (of_servers,) in zip(rings, served, strict=True):
+        numbers, sockets = plain
         assert sockets == ["socket"]
         assert of_ring == [numbers, ["TlsSocket"]]
         # Servers add up the gradients in another order.

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import socket
-import ssl
 import threading
 
 import pytest
 
-from groups import connections, in_threads
+from groups import connections
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import FrameType, pack_header
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.tls import holds_bytes
 from pace import bound
-from tls_pairs import tcp_pair, tls_pair
+from tls_pairs import tls_pair
 from waiting import wait_until
 
 
@@ -28,60 +25,6 @@ def pair():
     yield ends
     for end in ends:
         end.close()
-
-
-def test_what_is_not_there_blocks_as_on_a_plain_socket(pair):
-    one, _ = pair
-    one.setblocking(False)
-    for call in (
-        lambda: one.recv(1),
-        lambda: one.recv(1, socket.MSG_PEEK),
-        lambda: one.recv_into(bytearray(1)),
-        lambda: one.recvmsg_into([bytearray(), bytearray(1)]),
-    ):
-        with pytest.raises(BlockingIOError):
-            call()
-    one.settimeout(0.01)
-    with pytest.raises(TimeoutError):
-        one.recv(1)
-    assert one.gettimeout() == 0.01
-
-
-def test_a_look_takes_nothing(pair):
-    one, other = pair
-    one.sendall(b"abcdef")
-    assert other.recv(1, socket.MSG_PEEK) == b"a"
-    assert other.recv(1, socket.MSG_PEEK) == b"a"
-    room = bytearray(2)
-    assert other.recv_into(room) == 1
-    assert other.recv(2) == b"bc"
-    # Nothing that `poll` could see is left, but three bytes.
-    poll = select.poll()
-    poll.register(other, select.POLLIN)
-    assert not poll.poll(0)
-    assert holds_bytes(other)
-    assert other.recv(10) == b"def"
-    assert not holds_bytes(other)
-    one.close()
-    assert other.recv(1, socket.MSG_PEEK) == b""
-
-
-def test_two_threads_read_while_two_write(pair):
-    """Before Python 3.13 nothing but our lock keeps them apart."""
-    data = os.urandom(1 << 23)
-
-    def work(index):
-        end = pair[index // 2]
-        if index % 2:
-            end.sendall(data)
-            return None
-        received = bytearray(len(data))
-        view = memoryview(received)
-        while view:
-            view = view[end.recv_into(view) :]
-        return received == data
-
-    assert in_threads(4, work) == [True, None, True, None]
 
 
 @pytest.mark.parametrize("end", ["shutdown", "close"])
@@ -108,19 +51,6 @@ def test_another_thread_ends_a_wait_and_no_plain_byte_is_returned(pair, end):
     assert set(b"".join(got)) == {0}
     with pytest.raises(OSError, match=r"."):
         one.sendall(b"x")
-
-
-def test_changed_bytes_are_an_error():
-    """Somebody on the path puts a record between the others."""
-    one, other = tcp_pair()
-    with socket.socket(fileno=os.dup(one.fileno())) as path:
-        one, other = tls_pair((one, other))
-        with one, other:
-            one.sendall(b"right")
-            assert other.recv(10) == b"right"
-            path.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
-            with pytest.raises(ssl.SSLError, match=r"BAD_RECORD_MAC"):
-                other.recv(10)
 
 
 def test_a_frame_behind_another_in_one_record_is_seen_at_once(pair):

@@ -1,40 +1,36 @@
-"""Frames: what is packed comes out again, and anything else is refused."""
+"""Frames and records come out as they went in; anything else is named and refused."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kerasdist import errors
+from kerasdist.errors import ProtocolError
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import (
     DTYPES,
     HEADER_BYTES,
     KINDS,
-    MAGIC,
     MAX_CONTROL,
     OPS,
-    VERSION,
     Call,
+    Count,
     FrameType,
     pack_header,
     read_frame,
-    to_json,
+    read_record,
+    to_object,
+    to_plain,
     unpack_header,
-    write_frame,
 )
-
-
-@pytest.fixture
-def pair():
-    ends = socket.socketpair()
-    yield ends
-    for end in ends:
-        end.close()
 
 
 def numbers(bits):
@@ -57,102 +53,33 @@ def test_every_field_comes_out_as_it_went_in(kind, length, call):
 
 
 @pytest.mark.parametrize(
-    ("damage", "match"),
+    ("place", "value", "match"),
     [
-        (
-            lambda h: b"GET / HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n" + h[:0],
-            r"^The received bytes aren't a kerasdist frame\. "
-            r"Received: first bytes b'GET ",
-        ),
-        (
-            lambda h: h[:4] + b"\x09" + h[5:],
-            r"^The other side has another version .* Received: version=9, ",
-        ),
-        (
-            lambda h: h[:5] + b"\xff" + h[6:],
-            r"^A frame's header is damaged\. Received: type=255, kind=1, ",
-        ),
-        (lambda h: h[:16] + b"\x63" + h[17:], r"^A frame's .* kind=99,"),
-        (lambda h: h[:17] + b"\x63" + h[18:], r"^A frame's .* op=99,"),
-        (lambda h: h[:18] + b"\x63" + h[19:], r"^A frame's .* dtype=99\.$"),
+        (0, b"GET ", r"^The received bytes aren't .* Received: first bytes b'GET "),
+        (4, b"\x09", r"^The other side has another version .* Received: version=9, "),
+        (5, b"\xff", r"^A frame's header is damaged\. Received: type=255, kind=1, "),
+        (16, b"\x63", r"^A frame's .* kind=99,"),
+        (17, b"\x63", r"^A frame's .* op=99,"),
+        (18, b"\x63", r"^A frame's .* dtype=99\.$"),
     ],
 )
-def test_what_is_no_header_is_refused(damage, match):
+def test_what_is_no_header_is_refused(place, value, match):
     call = Call(1, "all_reduce", "sum", "float32", 4, 0)
-    damaged = damage(pack_header(FrameType.DATA, 16, call))[:HEADER_BYTES]
+    damaged = bytearray(pack_header(FrameType.DATA, 16, call))
+    damaged[place : place + len(value)] = value
     with pytest.raises(errors.ProtocolError, match=match):
-        unpack_header(damaged)
+        unpack_header(bytes(damaged))
 
 
-@settings(max_examples=500)
-@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES), st.booleans())
-def test_random_bytes_are_refused_and_nothing_else_happens(noise, begins_right):
-    if begins_right:
-        noise = MAGIC + bytes([VERSION]) + noise[5:]
-    with contextlib.suppress(errors.ProtocolError):
-        unpack_header(noise)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (Call(4), "#4"),
-        (Call(4, "barrier"), "#4 barrier()"),
-        (
-            Call(4, "all_reduce", "sum", "float32", 9, 77),
-            "#4 all_reduce(op='sum', dtype=float32, elements=9)",
-        ),
-        (
-            Call(4, "broadcast", "none", "uint8", 9, 77, 3),
-            "#4 broadcast(dtype=uint8, elements=9, root=3)",
-        ),
-    ],
-)
-def test_a_call_as_a_person_would_write_it(call, text):
-    assert str(call) == text
-
-
-def test_control_frames_arrive_in_order_and_whole(pair):
-    a, b = pair
-    deadline = Deadline(60)
-    write_frame(a, FrameType.PROOF, b"123", deadline)
-    write_frame(a, FrameType.GOODBYE, b"", deadline)
-    assert read_frame(b, deadline) == (FrameType.PROOF, b"123")
-    assert read_frame(b, deadline) == (FrameType.GOODBYE, b"")
-
-
-def test_a_frame_longer_than_its_bound_is_refused_before_it_is_read(pair):
-    a, b = pair
-    a.sendall(pack_header(FrameType.HELLO, MAX_CONTROL + 1))
-    with pytest.raises(
-        errors.ProtocolError,
-        match=r"^A HELLO frame is too long\. Received: 1048577 bytes, expected at most",
-    ):
-        read_frame(b, Deadline(60))
-
-
-@pytest.mark.parametrize(
-    ("payload", "match"),
-    [
-        (b"{", r"^A control frame isn't JSON: "),
-        (b"\xff\xfe", r"^A control frame isn't JSON: "),
-        (b"[" * 100_000, r"^A control frame isn't JSON: "),
-        (b"[1]", r"^A control frame isn't a JSON object\. Received: list\.$"),
-    ],
-)
-def test_a_payload_that_is_no_json_object_is_refused(payload, match):
-    with pytest.raises(errors.ProtocolError, match=match):
-        to_json(payload)
-
-
-def test_a_closed_connection_and_a_silent_one_are_told_apart(pair):
-    a, b = pair
-    a.sendall(pack_header(FrameType.HELLO, 10)[:20])
-    with pytest.raises(TimeoutError):
-        read_frame(b, Deadline(0.05))
-    a.close()
-    with pytest.raises(EOFError, match=r"^the connection was closed$"):
-        read_frame(b, Deadline(60))
+def test_a_frame_longer_than_its_bound_is_refused_before_it_is_read():
+    a, b = socket.socketpair()
+    with a, b:
+        a.sendall(pack_header(FrameType.HELLO, MAX_CONTROL + 1))
+        with pytest.raises(
+            errors.ProtocolError,
+            match=r"^A HELLO frame is too long\. Received: 1048577 bytes, expected a",
+        ):
+            read_frame(b, Deadline(60))
 
 
 def test_a_deadline_is_never_negative_and_fits_into_poll():
@@ -174,3 +101,72 @@ def test_timeouts_say_all_that_is_wrong_with_them():
     # Heartbeats are often enough for both.
     assert Timeouts(heartbeat=30, collective=600).heartbeat_interval == 6
     assert Timeouts(heartbeat=30, collective=2).heartbeat_interval == 0.5
+
+
+class Named(TypedDict):
+    size: Count
+    rest: Any
+
+
+@dataclass(frozen=True)
+class Inner:
+    rank: Count
+    state: Literal["live", "lost"] = "live"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    last: int = -1
+    seconds: float
+    flag: bool
+    inner: tuple[Inner, ...]
+    clocks: Mapping[int, tuple[str, int]]
+    maybe: Inner | None = None
+
+
+OUTER = Outer(seconds=1.5, flag=True, inner=(Inner(3),), clocks={7: ("a", 1)})
+
+
+@pytest.mark.parametrize("form", [to_object, to_plain])
+def test_records_survive(form):
+    value = json.loads(json.dumps(form(OUTER)))
+    assert read_record(value, Outer, "It") == OUTER
+
+
+def test_an_object_may_leave_out_what_has_a_default_and_have_more():
+    value = to_object(OUTER) | {"session": "x"}
+    del value["last"], value["maybe"]
+    assert read_record(value, Outer, "It") == OUTER
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"last": -2}, "last=-2"),
+        ({"last": True}, "last=True"),
+        ({"seconds": float("nan")}, "seconds=nan"),
+        ({"flag": 1}, "flag=1"),
+        ({"inner": [[-1, "live"]]}, "inner.rank=-1"),
+        ({"inner": [{"rank": 1, "state": "odd"}]}, "inner.state='odd'"),
+        ({"clocks": {"x": ["a", 1]}}, "clocks="),
+        ({"clocks": []}, r"clocks=\[\]"),
+        ({"maybe": "x"}, "maybe='x'"),
+    ],
+)
+def test_wrong_fields_are_named(changes, said):
+    value = to_object(OUTER) | changes
+    with pytest.raises(ProtocolError, match=rf"^It is damaged\. Received: {said}"):
+        read_record(value, Outer, "It")
+
+
+def test_dictionaries_with_known_names():
+    assert read_record({"size": 1, "rest": [2]}, Named, "It") == {
+        "size": 1,
+        "rest": [2],
+    }
+    for value, said in [({"size": 1}, "rest is missing"), ([1, 2], r"\[1, 2\]")]:
+        with pytest.raises(ProtocolError, match=said):
+            read_record(value, Named, "It")
+    for value in (None, [], [1], {"seconds": 1}):
+        with pytest.raises(ProtocolError, match=r"^It is damaged\. Received: "):
+            read_record(value, Outer, "It")

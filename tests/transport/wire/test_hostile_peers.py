@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import queue
 import socket
@@ -16,11 +15,6 @@ from hypothesis import strategies as st
 from certificates import Authority
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.parameter_server.channel import (
-    ChannelEnded,
-    ChannelSilent,
-    SocketChannel,
-)
 from kerasdist.parameter_server.membership import Event, Goodbye
 from kerasdist.transport import Timeouts, handshake, log
 from kerasdist.transport.base import Peer
@@ -96,14 +90,6 @@ def handshakes(draw):
     return sent[: draw(st.sampled_from([10, 50, 10_000, 10_000]))]
 
 
-@st.composite
-def requests(draw):
-    text = draw(payloads)
-    size = draw(st.sampled_from([0, 0, 8, 1 << 40]))
-    body = len(text).to_bytes(4, "big") + size.to_bytes(8, "big") + text
-    return pack_header(FrameType.REQUEST, len(body) + 16) + body
-
-
 def stranger(sent, client):
     """A handshake with a side; returns how it ended."""
     ours, theirs = socket.socketpair()
@@ -120,20 +106,6 @@ def stranger(sent, client):
         except (errors.KerasDistError, EOFError, OSError) as error:
             return type(error).__name__
     pytest.fail("a stranger got through")
-
-
-def request(sent):
-    """A request on a data connection, of one who holds the secret; as `stranger`."""
-    one, other = connections()
-    channel = SocketChannel(other)
-    with one, contextlib.closing(channel):
-        one.sock.sendall(sent + one.auth.sign(sent))
-        one.sock.shutdown(socket.SHUT_WR)
-        try:
-            channel.receive(Deadline(60), 1 << 20)
-            return "through"
-        except (errors.KerasDistError, ChannelEnded, ChannelSilent) as error:
-            return type(error).__name__
 
 
 def payload_of_a_member(sent):
@@ -173,11 +145,6 @@ def control_frame(sent, place):
 CONTROL = (FrameType.HEARTBEAT, FrameType.FAILURE, FrameType.GOODBYE, FrameType.EVENT)
 WORK = [
     (stranger, [handshakes(), st.booleans()], 300),
-    (
-        request,
-        [requests() | frames((FrameType.REQUEST, FrameType.DESCRIPTOR))],
-        300,
-    ),
     (payload_of_a_member, [payloads], 300),
     (control_frame, [frames(CONTROL), st.sampled_from([None, 0, 1])], 60),
 ]
@@ -247,10 +214,3 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
         listening.release()
     log.flush(60)
     assert not [r for r in caplog.records if r.exc_info], caplog.text
-
-
-def test_a_lone_surrogate_in_a_goodbye_is_no_end_of_a_watch():
-    """JSON can say it and UTF-8 can't: all workers lost their server by it."""
-    payload = json.dumps({"reason": "\ud800", "cause": "\ud800"}).encode()
-    goodbye = read_record(to_json(payload), Goodbye, "A goodbye")
-    assert isinstance(decode(goodbye.cause)[0], errors.CollectiveError)

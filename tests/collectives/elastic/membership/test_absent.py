@@ -7,117 +7,101 @@ import queue
 import socket
 import threading
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from groups import addresses_of
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives.elastic.epochs import Gone, Loss, Member
 from kerasdist.collectives.elastic.groups import introduce
 from kerasdist.collectives.elastic.peer_messenger import Contact, PeerMessenger
 from kerasdist.transport.rendezvous.listener import Listener
 from waiting import wait_until
-from workers import Workers, free_ports
+from workers import Workers
 
 pytestmark = pytest.mark.timeout(120)
 
-
-class _Gathering:
-    """Plays the communicator of a group of two, one after the other."""
-
-    def __init__(self) -> None:
-        self.rank = 0
-        self.given: list[Any] = []
-
-    def all_gather(self, array: Any) -> list[Any]:
-        self.given.append(array)
-        return self.given
+SECRET = b"s" * 16
 
 
-def test_a_newcomer_knows_that_another_process_has_an_absent_ones_address() -> None:
+class Lines:
+    """Messengers of ranks in this process, closed after the test."""
+
+    def __init__(self, size, undo):
+        self.addresses = dict(enumerate(addresses_of(size)))
+        self._undo = undo
+
+    def listener(self, rank):
+        made = Listener.acquire(self.addresses[rank], SECRET, 5.0)
+        self._undo.callback(made.release)
+        return made
+
+    def of(self, member, listener=None, addresses=None):
+        listener = listener or self.listener(member.id)
+        addresses = addresses or self.addresses
+        made = PeerMessenger(member, addresses, SECRET, listener, "job")
+        self._undo.callback(made.close)
+        return made
+
+
+def test_a_newcomer_knows_that_another_process_has_an_absent_ones_address():
     """It has never been in contact with the absent one; the chief has."""
-    addresses = {rank: f"127.0.0.1:{port}" for rank, port in enumerate(free_ports(3))}
-    absent, newcomer, secret = Member(2), Member(1, 7), b"s" * 16
+    absent, newcomer = Member(2), Member(1, 7)
     with contextlib.ExitStack() as undo:
-
-        def lines(member: Member, listener: Listener) -> PeerMessenger:
-            made = PeerMessenger(member, addresses, secret, listener, "job")
-            undo.callback(made.close)
-            return made
-
-        def listener(rank: int) -> Listener:
-            made = Listener.acquire(addresses[rank], secret, 5.0)
-            undo.callback(made.release)
-            return made
-
-        chief, mine = lines(Member(0), listener(0)), lines(newcomer, listener(1))
-        theirs = listener(2)
-        first = lines(absent, theirs)
+        lines = Lines(3, undo)
+        chief, mine = lines.of(Member(0)), lines.of(newcomer)
+        theirs = lines.listener(2)
+        first = lines.of(absent, theirs)
         assert chief.contact(absent) is Contact.ALIVE
         first.close()
         # Its task is started again, and hasn't found the job yet.
-        lines(absent, theirs)
-        communicator = _Gathering()
-        group: Any = SimpleNamespace(communicator=communicator)
-        decision: Any = SimpleNamespace(epoch=SimpleNamespace(absent={absent}))
+        lines.of(absent, theirs)
+        given = []
+        # The communicator of a group of two, one after the other.
+        group = SimpleNamespace(communicator=SimpleNamespace(rank=0))
+        group.communicator.all_gather = lambda array: given.append(array) or given
+        decision = SimpleNamespace(epoch=SimpleNamespace(absent={absent}))
         introduce(group, decision, chief)
-        communicator.rank = 1
+        group.communicator.rank = 1
         introduce(group, decision, mine)
-        assert chief.contact(absent) is Contact.DEAD
-        assert mine.contact(absent) is Contact.DEAD
+        assert chief.contact(absent) is mine.contact(absent) is Contact.DEAD
 
 
-def test_a_process_that_ends_is_dead_and_not_out_of_contact() -> None:
+def test_a_process_that_ends_is_dead_and_not_out_of_contact():
     """While the system frees its memory, it still listens, and then it doesn't."""
-    addresses = {rank: f"127.0.0.1:{port}" for rank, port in enumerate(free_ports(2))}
-    secret = b"s" * 16
-    ending = socket.create_server(split_address(addresses[1]))
-
-    def end() -> None:
-        ending.accept()[0].close()
-        connection = ending.accept()[0]
-        ending.close()
-        connection.close()
-
     with contextlib.ExitStack() as undo:
-        listener = Listener.acquire(addresses[0], secret, 5.0)
-        undo.callback(listener.release)
-        lines = PeerMessenger(Member(0), addresses, secret, listener, "job")
-        undo.callback(lines.close)
+        lines = Lines(2, undo)
+        ending = socket.create_server(split_address(lines.addresses[1]))
+
+        def end():
+            ending.accept()[0].close()
+            connection = ending.accept()[0]
+            ending.close()
+            connection.close()
+
+        mine = lines.of(Member(0))
         thread = threading.Thread(target=end)
         thread.start()
         undo.callback(thread.join)
-        assert lines.contact(Member(1)) is Contact.DEAD
+        assert mine.contact(Member(1)) is Contact.DEAD
 
 
-def test_messages_about_ranks_that_there_are_not_are_ignored_in_words(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_messages_about_ranks_that_there_are_not_are_ignored_in_words(caplog):
     """Of one that has the secret: a task of another cluster, or of another version."""
-    ports = free_ports(3)
-    addresses = {rank: f"127.0.0.1:{port}" for rank, port in enumerate(ports)}
-    mine = {rank: addresses[rank] for rank in range(2)}
-    secret = b"s" * 16
-    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    received = queue.SimpleQueue()
     with contextlib.ExitStack() as undo:
-
-        def lines(rank: int, known: dict[int, str]) -> PeerMessenger:
-            listener = Listener.acquire(addresses[rank], secret, 5.0)
-            undo.callback(listener.release)
-            made = PeerMessenger(Member(rank), known, secret, listener, "job")
-            undo.callback(made.close)
-            return made
-
-        here = lines(0, mine)
+        lines = Lines(3, undo)
+        two = {rank: lines.addresses[rank] for rank in range(2)}
+        here = lines.of(Member(0), addresses=two)
         here.receive = lambda sender, message: received.put((sender, message))
-        other, stranger = lines(1, addresses), lines(2, addresses)
+        other, stranger = lines.of(Member(1)), lines.of(Member(2))
         stranger.send(Member(0), Gone())
         wait_until(lambda: "from rank 2 was ignored. Its hello" in caplog.text, "it")
         other.send(Member(0), Loss(3, frozenset({Member(2)}), False))
         wait_until(lambda: "names ranks [2], and the job has 2" in caplog.text, "it")
         assert "from rank 1 was ignored" in caplog.text
 
-        def is_heard() -> bool:
+        def is_heard():
             # The line of the ignored message ends a moment after it was told of, with
             # what has been sent on it meanwhile.
             other.send(Member(0), Gone())
@@ -153,7 +137,7 @@ print("RESULT", ranks)
 """
 
 
-def test_one_that_has_left_a_job_is_as_dead_though_it_is_in_another() -> None:
+def test_one_that_has_left_a_job_is_as_dead_though_it_is_in_another():
     with Workers(LEAVER, 2, deadline=60.0) as job:
         finished = job.succeed()
     # Alone, it is neither more than half, nor half with the chief.

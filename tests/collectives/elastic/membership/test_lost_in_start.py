@@ -56,27 +56,19 @@ def start(folder, size, *at, **options):
 
 # Before it has been in contact with others, a worker can't be told from one that hasn't
 # started yet, except by the launcher: `tests/cli/run/test_outcome.py`.
-MOMENTS = {
-    "asked": (0, 2),
-    "gathered": (0,),
-    "reporting": (1,),
-    "reported": (2,),
-    "dialing": (1, 2),
-    "dialed": (2,),
-    "answering": (0, 1),
-    "answered": (0,),
-    "connected": (0, 1),
-    "begun": (0, 2),
-}
-CASES = [(moment, victim) for moment, ranks in MOMENTS.items() for victim in ranks]
 FEW = [("asked", 0), ("connected", 1)]
+FURTHER = [
+    *[("asked", 2), ("gathered", 0), ("reporting", 1), ("reported", 2), ("dialing", 1)],
+    *[("dialing", 2), ("dialed", 2), ("answering", 0), ("answering", 1)],
+    *[("answered", 0), ("connected", 0), ("begun", 0), ("begun", 2)],
+]
 
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
     [
-        pytest.param(*case, marks=[] if case in FEW else [pytest.mark.soak])
-        for case in CASES
+        *FEW,
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in FURTHER),
     ],
 )
 def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
@@ -95,14 +87,6 @@ def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
     assert "2 workers start" in found[0].output or "2 workers continue" in (
         found[0].output
     )
-
-
-@pytest.mark.soak
-def test_the_others_start_without_a_frozen_one(tmp_path):
-    options = {"signal": signal.SIGSTOP, "heartbeat": bound(0.5)}
-    with start(tmp_path, 3, (0, "gathered"), **options) as job:
-        for rank in (1, 2):
-            assert check(job.wait_one(rank), [1, 2]) == [[1, 2]]
 
 
 def test_one_that_is_started_again_joins(tmp_path):
@@ -144,26 +128,6 @@ def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path):
     assert missing == [1]
 
 
-def test_fewer_than_min_workers_dont_start(tmp_path):
-    with start(
-        tmp_path, 3, (1, "reporting"), min_workers=3, late={"1": bound(0.5)}
-    ) as job:
-        job.wait_one(1)
-        for rank in (0, 2):
-            name, text, missing = job.wait_one(rank).result
-            # The one of the two that reports it first has perhaps ended by then.
-            assert (name, set(missing) - {0, 2}) == ("StartupError", {1})
-            assert "fewer workers than min_workers are left" in text
-
-
-def test_other_arguments_end_the_start_of_all(tmp_path):
-    with start(tmp_path, 3, arguments={"2": 7}) as job:
-        for each in job.wait():
-            name, text, missing = each.result
-            assert (name, missing) == ("StartupError", [2])
-            assert "Workers were started with different arguments" in text
-
-
 def test_a_job_grows(tmp_path):
     """Tasks beyond those of the start join whenever they are started."""
     late = {"0": bound(0.2), "1": bound(0.2), "3": bound(1.0)}
@@ -174,11 +138,3 @@ def test_a_job_grows(tmp_path):
         assert each.result["joined"] == (each.rank >= 2)
         assert sorted(each.result["last"]) == [0, 1, 2, 3]
     assert check(finished[0], [0, 1])[0] == [0, 1]
-
-
-@pytest.mark.soak
-def test_one_that_finds_no_job_to_join_ends(tmp_path):
-    with start(tmp_path, 2, (0, "script"), start_workers=1, startup=1) as job:
-        name, text, missing = job.wait_one(1).result
-    assert (name, missing) == ("StartupError", [1])
-    assert "no answer of a running worker to rank 1 (127.0.0.1:" in text
