@@ -68,7 +68,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Successor:
-    """What the servers of a script serve next: a strategy with other settings.
+    """The strategy that servers serve next, with other settings.
 
     Attributes:
         settings: Its settings.
@@ -278,7 +278,7 @@ class Membership:
 
     @property
     def successor(self) -> Successor | None:
-        """What the workers' scripts continue with; None if none of them does."""
+        """The strategy with which the workers' scripts continue; None: there's none."""
         return next((p.successor for p in self.workers if p.successor), None)
 
     def leave(self, worker: WorkerRecord, use: int, reason: str) -> None:

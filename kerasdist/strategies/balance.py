@@ -65,7 +65,7 @@ def speeds_of(
         rows: Each worker's rows of a step.
         seconds: How long each has computed them; 0.0: not measured.
         before: The speeds that were found before. What is measured now counts as much
-            as these: other work on a machine comes and goes.
+            as these, because other work on a machine may be short.
     """
     speeds = []
     for n, taken, known in zip(rows, seconds, before, strict=True):

@@ -400,7 +400,7 @@ def _refuse_with_balance(
     """
     reason = None
     if is_elastic:
-        reason = "elastic=True: workers that join or leave divide the rows anew"
+        reason = "elastic=True: workers may join or leave"
     elif placement is not None:
         reason = "a placement, whose stages aren't measured"
     elif local is not None:

@@ -8,7 +8,7 @@ wait for this worker any longer; the next one of the script uses the same connec
     servers      serve ................................................ end
 
 A strategy with other settings ends those before it. The worker leaves, naming the new
-settings, and connects anew; the servers begin anew when all workers have left.
+settings, and connects again; the servers begin again when all workers have left.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The transport inside one process: queues between threads, for tests.
-
-Besides moving bytes it injects faults that sockets can't cause on demand:
-`Faults.fail_at(rank=1, exchange=3)` closes rank 1 at its third exchange.
-"""
+"""The transport inside one process: queues between threads, for tests."""
 
 from __future__ import annotations
 
@@ -138,21 +134,6 @@ def _close() -> None:
 os.register_at_fork(after_in_child=_close)
 
 
-class Faults:
-    """The faults to inject into a group of memory transports."""
-
-    def __init__(self) -> None:
-        self._at: set[tuple[int, int]] = set()
-
-    def fail_at(self, *, rank: int, exchange: int) -> None:
-        """Close `rank` at the beginning of its `exchange`-th exchange, from 1."""
-        self._at.add((rank, exchange))
-
-    def due(self, rank: int, exchange: int) -> bool:
-        """Return whether `rank` is to break now."""
-        return (rank, exchange) in self._at
-
-
 class _Wire:
     """The queues that all transports of one group share."""
 
@@ -167,13 +148,11 @@ class _Wire:
 class MemoryTransport(Transport):
     """One rank's end of a group made by `memory_group`."""
 
-    def __init__(self, rank: int, size: int, wire: _Wire, faults: Faults) -> None:
+    def __init__(self, rank: int, size: int, wire: _Wire) -> None:
         self.rank = rank
         self.size = size
         self.peers = tuple(Peer(r, f"memory:{r}") for r in range(size))
         self._wire = wire
-        self._faults = faults
-        self._exchanges = 0
 
     def exchange(
         self,
@@ -186,9 +165,6 @@ class MemoryTransport(Transport):
         incoming: memoryview | None = None,
     ) -> None:
         """See `Transport.exchange`. Sending never blocks: queues have no bound."""
-        self._exchanges += 1
-        if self._faults.due(self.rank, self._exchanges):
-            self.close()
         wire = self._wire
         with wire.changed:
             if self.rank in wire.closed:
@@ -233,8 +209,7 @@ class MemoryTransport(Transport):
     close = abort
 
 
-def memory_group(size: int, faults: Faults | None = None) -> list[MemoryTransport]:
+def memory_group(size: int) -> list[MemoryTransport]:
     """Return the `size` connected ends of one group, by rank."""
     wire = _Wire(size)
-    faults = faults or Faults()
-    return [MemoryTransport(rank, size, wire, faults) for rank in range(size)]
+    return [MemoryTransport(rank, size, wire) for rank in range(size)]

@@ -203,7 +203,7 @@ def test_the_shares_are_told_and_data_that_ignore_them(results):
     ("more", "message"),
     [
         ({"balance": "auto"}, "must be 'measured' or None. Received: balance='auto'"),
-        ({"elastic": True}, "elastic=True: workers that join or leave"),
+        ({"elastic": True}, "elastic=True: workers may join or leave"),
         ({"local_steps": 2}, r"local_steps=LocalSteps\(2\): no step waits"),
         ({"placement": {}, "devices": ["CPU:0"]}, "a placement, whose stages"),
         ({"shard": "off"}, "shard='off': each worker has data of its own"),

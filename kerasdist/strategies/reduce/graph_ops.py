@@ -38,7 +38,7 @@ class CollectiveOps:
 
     Attributes:
         waited: Called with the seconds of each collective that a forward or backward
-            pass waits for; None: nobody counts them.
+            pass waits for; None: they aren't counted.
     """
 
     def __init__(self, communicator: Communicator, host: str) -> None:
