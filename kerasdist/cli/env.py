@@ -178,7 +178,8 @@ _IS_SECRET = re.compile(_WORDS, re.IGNORECASE)
 # "name=value" and "name": "value" inside of a value; user and password of an address.
 _INSIDE = re.compile(
     rf"""([\w-]*(?:{_WORDS})[\w-]*["']?\s*[=:]\s*)"""
-    r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^\s,;&"'}]+)""",
+    # All of the rest behind a quote that isn't closed.
+    r"""(?:"(?:\\.|[^"\\])*(?:"|\Z)|'(?:\\.|[^'\\])*(?:'|\Z)|[^\s,;&"'}]+)""",
     re.IGNORECASE,
 )
 _IN_ADDRESS = re.compile(r"(://)[^/\s@]+@")

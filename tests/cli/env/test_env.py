@@ -92,6 +92,7 @@ SECRET = "s3cr3t-s3cr3t"
         ("TF_PROXY", f"http://user:{SECRET}@host:1"),
         ("TF_ARGS", f"--token={SECRET} --x=1"),
         ("TF_ARGS", f"--client-secret='{SECRET} more'"),
+        ("TF_ARGS", f"--client-secret='not closed {SECRET} more"),
         ("OMPI_MCA_x", f"password: {SECRET}"),
     ],
 )
