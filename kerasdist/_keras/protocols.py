@@ -100,6 +100,8 @@ class GradientHooks:
         reduce: See `strategies.reduce.gradients.reduce_gradients`.
         end_window: See `strategies.reduce.gradients.end_window`.
         sum_over_replicas: Sums each of a list of tensors over all replicas.
+        kept: Returns the variables that hold what wasn't sent of earlier gradients.
+        restart: Goes on with these for other workers, see `Memories.restart`.
         check: Raises an error if an optimizer doesn't fit to how gradients are reduced.
         words: What is special about it, for the start-up line; empty if nothing is.
     """
@@ -107,6 +109,8 @@ class GradientHooks:
     reduce: Callable[..., list[Any]]
     end_window: Callable[..., list[Any]]
     sum_over_replicas: Callable[[Sequence[Any]], list[Any]]
+    kept: Callable[[], Sequence[Any]]
+    restart: Callable[[Sequence[Any]], None]
     check: Callable[[Any], None]
     words: str = ""
 

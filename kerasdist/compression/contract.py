@@ -73,6 +73,16 @@ class Compressor(abc.ABC):
         """
         return [() for _ in shapes]
 
+    def restart(self, memory: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the memory of one gradient for a step with other ranks than before.
+
+        What is the same on all ranks begins again, because new ranks don't have it.
+
+        Args:
+            memory: Arrays, as in a tuple of `init`.
+        """
+        return tuple(memory)
+
     @abc.abstractmethod
     def reduce(
         self,

@@ -77,16 +77,24 @@ class PowerSGD(Compressor):
     def init(self, shapes: Sequence[Sequence[int]]) -> Memory:
         """See `Compressor.init`: the residual as a matrix, and Q."""
         memory: Memory = []
-        for number, shape in enumerate(shapes):
+        for shape in shapes:
             matrix = self._matrix(shape)
-            if matrix is None:
-                memory.append(())
-                continue
-            # All ranks begin with the same numbers, and equal shapes with others.
-            seed = zlib.crc32(repr((number, matrix, self.rank)).encode())
-            start = np.random.default_rng(seed).normal(size=(matrix[1], self.rank))
-            memory.append((zeros(matrix), start.astype(np.float32)))
+            known = None if matrix is None else (zeros(matrix), self._start(matrix))
+            memory.append(known or ())
         return memory
+
+    def _start(self, matrix: tuple[int, int]) -> Any:
+        """Return the first Q, the same numbers on all ranks."""
+        seed = zlib.crc32(repr((matrix, self.rank)).encode())
+        start = np.random.default_rng(seed).normal(size=(matrix[1], self.rank))
+        return start.astype(np.float32)
+
+    def restart(self, memory: Sequence[Any]) -> tuple[Any, ...]:
+        """See `Compressor.restart`: Q begins again."""
+        if not memory:
+            return ()
+        rows, columns = memory[0].shape
+        return memory[0], self._start((int(rows), int(columns)))
 
     def reduce(
         self,

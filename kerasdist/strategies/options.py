@@ -236,19 +236,6 @@ def refuse_option(reason: str) -> NoReturn:
     )
 
 
-def refuse_memory(compression: Compressor | None) -> None:
-    """Refuse a compressor that keeps a part of the gradients, in an elastic job.
-
-    Raises:
-        ValueError: It keeps something that a lost worker would take along.
-    """
-    if compression is not None and compression.has_memory:
-        refuse_option(
-            f"compression={compression!r}, which keeps on each worker what it hasn't "
-            "sent yet"
-        )
-
-
 # The check whether strategies can work with the installed Keras and TensorFlow.
 
 _LOG = logging.getLogger("kerasdist")

@@ -39,7 +39,6 @@ from kerasdist.strategies.options import (
     Options,
     check_installed,
     elasticity,
-    refuse_memory,
     refuse_option,
 )
 from kerasdist.strategies.placed.placed_extended import HybridExtended, install_hooks
@@ -259,7 +258,6 @@ class RingStrategy(DataParallelStrategy):
                 placement,
                 local_reduction,
             )
-            refuse_memory(options.compression)
             on_devices = False
         report_paths = functools.partial(
             report, names, size=place.size, asked=transport, on_devices=on_devices

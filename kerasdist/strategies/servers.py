@@ -35,7 +35,6 @@ from kerasdist.strategies.options import (
     check_installed,
     elasticity,
     refuse_asynchronous,
-    refuse_memory,
     refuse_option,
 )
 from kerasdist.transport import Timeouts
@@ -170,8 +169,6 @@ def check_arguments(
     bounds = elasticity(elastic, min_workers, place.size, start_workers=start_workers)
     if bounds is not None and data == "chief":
         refuse_option("data='chief', because the chief that has the data may be lost")
-    if bounds is not None:
-        refuse_memory(options.compression)
     alone = None if bounds is None or place.size > 1 else bounds
     return Arguments(
         place=place,

@@ -416,6 +416,13 @@ class ElasticStep(ContinuableStep):
                 f"{steps} isn't in this epoch's metrics.",
             )
         self._totals.divide(self._metrics(), chief=workers.rank == 0)
+        if self._hooks.gradients.kept():
+            self._hooks.gradients.restart(self._saved)
+            self._hooks.log_once(
+                f"kept {self._epoch}",
+                "kerasdist: what a lost worker hadn't sent yet of its gradients is "
+                "lost, and a new worker begins with nothing; the others keep theirs.",
+            )
         take_over()
 
     def _check(self) -> None:
@@ -456,9 +463,12 @@ class ElasticStep(ContinuableStep):
         def trace(batch: Any) -> Any:
             nonlocal made
             self._traced.clear()
+            kept = len(self._hooks.gradients.kept())
             found = made[0].get_concrete_function(batch)
-            if any(updates.noticed for updates in self._traced):
-                self._late = False
+            is_noticed = any(updates.noticed for updates in self._traced)
+            # A step must be able to restore all that it changes.
+            if is_noticed or len(self._hooks.gradients.kept()) > kept:
+                self._late = self._late and not is_noticed
                 made = self._make_graph()
                 found = made[0].get_concrete_function(batch)
             self._traced.clear()
@@ -492,7 +502,7 @@ class ElasticStep(ContinuableStep):
         late = self._late and not self._trainer.run_eagerly
 
         def step(batch: Any) -> Any:
-            state = self._state()
+            state = [*self._state(), *self._hooks.gradients.kept()]
             if late:
                 updated = {id(variable) for variable in self._updated()}
                 state = [each for each in state if id(each) not in updated]

@@ -69,6 +69,23 @@ class Memories:
         """All variables, in the order in which they were made."""
         return [each for _, made in self._kept.values() for each in made]
 
+    def restart(self, kept: Sequence[Any]) -> None:
+        """Go on with other workers; eagerly.
+
+        Args:
+            kept: The variables whose values are those before the next step. Others were
+                made in a step that is repeated, and begin again.
+        """
+        if self._compressor is None:
+            return
+        known = {id(variable) for variable in kept}
+        for owner, made in self._kept.values():
+            values = self._compressor.restart([each.numpy() for each in made])
+            if any(id(each) not in known for each in made):
+                (values,) = self._compressor.init([tuple(owner().shape)])
+            for variable, value in zip(made, values, strict=True):
+                variable.assign(value)
+
 
 def check_optimizer(compressor: Compressor | None, optimizer: Any) -> None:
     """Check that an optimizer fits to a compressor.

@@ -115,6 +115,8 @@ class SynchronousExtended(SharingExtended):
                 reduce=partial(reduce_gradients, workers, log_once),
                 end_window=partial(end_window, workers),
                 sum_over_replicas=partial(sum_over_replicas, workers),
+                kept=lambda: workers.memories.variables,
+                restart=workers.memories.restart,
                 check=partial(check_optimizer, options.compression),
                 words=self._gradients_in_words(options),
             ),

@@ -204,12 +204,6 @@ def test_momentum_twice_is_refused(results):
     assert "Received: TopK(ratio=0.001, momentum=0.5)" in results["twice"]
 
 
-@pytest.mark.parametrize("compression", ["powersgd", TopK()])
-def test_elastic_jobs_refuse_what_a_lost_worker_would_take_along(compression):
-    with pytest.raises(ValueError, match="hasn't sent yet"):
-        kerasdist.RingStrategy(compression=compression, elastic=True)
-
-
 def test_public_names():
     assert kerasdist.PowerSGD is PowerSGD
     assert kerasdist.TopK is TopK
