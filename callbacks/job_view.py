@@ -287,6 +287,13 @@ class JobView:
         new, self._reads = now - self._reads, now
         return new
 
+    def compression(self) -> dict[str, float]:
+        """Return figures of the compressor of gradients; empty if there is none."""
+        if self.hooks is None:
+            return {}
+        found: dict[str, float] = self.hooks.gradients.figures()
+        return found
+
     def happened(self) -> list[Any]:
         """Return the strategy's events: workers lost, and the like."""
         has_servers = isinstance(self._strategy, ParameterServerStrategy)

@@ -456,6 +456,7 @@ class ScalingTensorBoard(JobCallback):
             between_devices=self._job.between_devices(),
             staleness=dict(reads),
             idle=idle,
+            compression=self._job.compression(),
         )
 
     def _conclude(self) -> None:

@@ -59,6 +59,8 @@ class Figures:
         arrays: Whether the batches are rows of arrays.
         staleness: Number of reads of weights, by their staleness in steps.
         idle: By stage the share of a step in which it has nothing to do, 0 to 1.
+        compression: "bytes_before" and "bytes_after" of the gradients of a step, and
+            "unsent_norm", of the chief; empty without a compressor.
     """
 
     workers: int
@@ -81,6 +83,7 @@ class Figures:
     arrays: bool = False
     staleness: Mapping[int, int] = dataclasses.field(default_factory=dict)
     idle: Sequence[float] = ()
+    compression: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def alone(self) -> int:
@@ -131,7 +134,7 @@ def combine(
         in_step: Whether workers take each step together.
         between_devices: Bytes moved between the devices of one worker in a step.
         job: Further fields of `Figures`: `arrays`, `link`, `baseline`, `devices`,
-            `staleness`, `idle`.
+            `staleness`, `idle`, `compression`.
     """
     moved = [one for one in times if one.steps > 0 and one.seconds > 0]
     if not moved:
@@ -232,6 +235,10 @@ CHARTS = {
     "4. What is sent": {
         "Bytes that a worker sends in a step": "bytes/per_step",
         "Bandwidth in bytes per second: achieved, and of the link": "bandwidth/.*",
+        "Bytes of a step's gradients: before compression, after it": (
+            "compression/bytes_(before|after)"
+        ),
+        "Norm of the gradients that aren't sent yet": "compression/unsent_norm",
     },
     "5. The job": {
         "Learning rate": "job/learning_rate",
@@ -281,6 +288,9 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
         },
         "bandwidth/achieved": {"": f.bandwidth if several else None},
         "bandwidth/link": {"max": f.link if several else None},
+        "compression/bytes_before": {"": f.compression.get("bytes_before")},
+        "compression/bytes_after": {"max": f.compression.get("bytes_after")},
+        "compression/unsent_norm": {"": f.compression.get("unsent_norm")},
         "job/learning_rate": {"": learning_rate},
         "job/global_batch": {"": f.global_batch},
         "job/workers": {"": f.workers},

@@ -102,6 +102,7 @@ class GradientHooks:
         sum_over_replicas: Sums each of a list of tensors over all replicas.
         kept: Returns the variables that hold what wasn't sent of earlier gradients.
         restart: Goes on with these for other workers, see `Memories.restart`.
+        figures: See `Memories.figures`.
         check: Raises an error if an optimizer doesn't fit to how gradients are reduced.
         words: What is special about it, for the start-up line; empty if nothing is.
     """
@@ -111,6 +112,7 @@ class GradientHooks:
     sum_over_replicas: Callable[[Sequence[Any]], list[Any]]
     kept: Callable[[], Sequence[Any]]
     restart: Callable[[Sequence[Any]], None]
+    figures: Callable[[], dict[str, float]]
     check: Callable[[Any], None]
     words: str = ""
 

@@ -83,6 +83,15 @@ class Compressor(abc.ABC):
         """
         return tuple(memory)
 
+    def unsent(self, memory: Sequence[Any]) -> Any:
+        """Return what this rank hasn't sent yet of one gradient; None: nothing is kept.
+
+        Args:
+            memory: Arrays, as in a tuple of `init`.
+        """
+        del memory
+        return None
+
     @abc.abstractmethod
     def reduce(
         self,

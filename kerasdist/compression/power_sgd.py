@@ -96,6 +96,10 @@ class PowerSGD(Compressor):
         rows, columns = memory[0].shape
         return memory[0], self._start((int(rows), int(columns)))
 
+    def unsent(self, memory: Sequence[Any]) -> Any:
+        """See `Compressor.unsent`: the residual."""
+        return memory[0] if memory else None
+
     def reduce(
         self,
         gradients: Sequence[Any],

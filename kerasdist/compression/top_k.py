@@ -88,6 +88,10 @@ class TopK(Compressor):
             for shape in shapes
         ]
 
+    def unsent(self, memory: Sequence[Any]) -> Any:
+        """See `Compressor.unsent`: v."""
+        return memory[-1] if len(memory) > (self.momentum > 0) else None
+
     def reduce(
         self,
         gradients: Sequence[Any],

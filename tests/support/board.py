@@ -17,7 +17,7 @@ def place(name):
         return line, figure
     if figure in ("step_seconds", "step_percent") and line != "whole":
         return f"part_{line}", figure
-    if name in ("staleness/max", "bandwidth/link"):
+    if name in ("staleness/max", "bandwidth/link", "compression/bytes_after"):
         return "max", name
     return "", name
 

@@ -7,6 +7,7 @@ shapes that aren't known, and those that no variable belongs to are sent as they
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,9 @@ class Memories:
 
     def __init__(self, compressor: Compressor | None) -> None:
         self._compressor = compressor
+        # The graph that was traced last, and bytes of its gradients.
+        self._graph: Any = None
+        self._bytes = (0, 0)
         self._kept: dict[tuple[int, int], tuple[Any, tuple[Any, ...]]] = {}
 
     def of(
@@ -68,6 +72,36 @@ class Memories:
     def variables(self) -> list[Any]:
         """All variables, in the order in which they were made."""
         return [each for _, made in self._kept.values() for each in made]
+
+    def note_bytes(self, before: int, after: Any) -> None:
+        """Note the bytes of the gradients that a step sums, and those that are sent.
+
+        A step may sum them in several parts.
+        """
+        graph = tf.compat.v1.get_default_graph()
+        known = self._bytes if graph is self._graph else (0, 0)
+        # Of factors the bytes may depend on the rows of a batch.
+        found = tf.get_static_value(after) if tf.is_tensor(after) else after
+        self._graph = None if found is None else graph
+        self._bytes = known[0] + before, known[1] + int(found or 0)
+
+    def figures(self) -> dict[str, float]:
+        """Return the bytes of a step, if they are known, and the norm of the rest.
+
+        Returns:
+            "bytes_before" and "bytes_after", of one replica; "unsent_norm": of what the
+            replicas of this worker have not sent yet.
+        """
+        compressor = self._compressor
+        if compressor is None or self._graph is None:
+            return {}
+        before, after = map(float, self._bytes)
+        found = {"bytes_before": before, "bytes_after": after}
+        if compressor.has_memory:
+            rests = [compressor.unsent(made) for _, made in self._kept.values()]
+            squares = [tf.reduce_sum(rest**2) for rest in rests if rest is not None]
+            found["unsent_norm"] = math.sqrt(sum(map(float, squares)))
+        return found
 
     def restart(self, kept: Sequence[Any]) -> None:
         """Go on with other workers; eagerly.
@@ -157,7 +191,10 @@ def compressed_sums(
         some = [owners[i] for i in chosen]
         variables = memories.of(some, shapes, replica, device)
     before: Memory = [tuple(v.read_value() for v in each) for each in variables]
-    sums, after, _ = compressor.reduce(given, before, all_reduce, all_gather)
+    sums, after, sent = compressor.reduce(given, before, all_reduce, all_gather)
+    elements = [part.shape.num_elements() or 0 for part in given]
+    sizes = zip(elements, given, strict=True)
+    memories.note_bytes(sum(count * part.dtype.size for count, part in sizes), sent)
     for kept, values in zip(variables, after, strict=True):
         for variable, value in zip(kept, values, strict=True):
             variable.assign(value)

@@ -117,6 +117,7 @@ class SynchronousExtended(SharingExtended):
                 sum_over_replicas=partial(sum_over_replicas, workers),
                 kept=lambda: workers.memories.variables,
                 restart=workers.memories.restart,
+                figures=workers.memories.figures,
                 check=partial(check_optimizer, options.compression),
                 words=self._gradients_in_words(options),
             ),

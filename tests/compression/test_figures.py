@@ -1,0 +1,40 @@
+"""The scaling board shows what compression saves, and what isn't sent yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from board import Board, series
+from workers import Workers
+
+SCRIPT = """
+import json, os
+import keras
+import numpy as np
+import kerasdist
+from kerasdist.callbacks import ScalingTensorBoard
+
+x = np.random.default_rng(0).normal(size=(64, 40)).astype("float32")
+strategy = kerasdist.RingStrategy(compression="powersgd")
+with strategy.scope():
+    layers = [keras.Input((40,)), keras.layers.Dense(30), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+board = ScalingTensorBoard(os.environ["FOLDER"])
+model.fit(x, x[:, :1], batch_size=16, epochs=3, verbose=0, callbacks=[board])
+print("RESULT", json.dumps(board.figures and dict(board.figures.compression)))
+"""
+
+
+def test_bytes_before_and_after_and_the_norm_of_the_rest(tmp_path):
+    with Workers(SCRIPT, 2, env={"FOLDER": str(tmp_path)}, deadline=90) as job:
+        figures = job.succeed()[0].result
+    # One matrix as two thin ones of two columns; the rest is sent as it is.
+    rest = 30 + 30 + 1
+    assert figures["bytes_before"] == 4 * (40 * 30 + rest)
+    assert figures["bytes_after"] == 4 * (2 * (40 + 30) + rest)
+    assert figures["unsent_norm"] > 0
+    board = Board(tmp_path / "scaling")
+    for name, value in figures.items():
+        shown = series(board, f"compression/{name}")
+        assert shown[-1][1] == pytest.approx(value, rel=1e-6)
