@@ -124,10 +124,7 @@ def test_a_fork_is_in_the_state_of_a_new_interpreter(tmp_path, monkeypatch):
 
 
 ENDS = {
-    "returns": "print('done')",
-    "raises from": "try:\n    1 / 0\nexcept Exception as e:\n    raise KeyError from e",
     "exits with a text": "sys.exit('why')",
-    "is interrupted": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
     "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "has threads": (
         "atexit.register(print, 'at exit')\n"
@@ -137,18 +134,6 @@ ENDS = {
         "threading.Thread(target=outlive).start()\n"
         "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
         "print('main')"
-    ),
-    "has objects": (
-        "class Noisy:\n"
-        "    def __init__(self, name):\n"
-        "        self.name = name\n"
-        "    def __del__(self, write=os.write):\n"
-        "        write(1, f'{self.name} ends\\n'.encode())\n"
-        "threading.own = Noisy('theirs')\n"
-        "cycle = Noisy('cycle')\n"
-        "cycle.cycle = cycle\n"
-        "del cycle\n"
-        "mine = Noisy('mine')"
     ),
     "has processes": (
         "from concurrent.futures import ProcessPoolExecutor as Pool\n"
@@ -200,15 +185,11 @@ print("RESULT", json.dumps([
     ("script", "more", "cold"),
     [
         (IMPORT, {}, False),
-        ("import kerasdist; kerasdist.RingStrategy", {}, False),
         (IMPORT, {"env": {"FOLDER": "/", "KERASDIST_LOG": "1"}}, False),
         (IMPORT, {"cold": True}, True),
         (IMPORT, {"prefix": lambda rank: ["env", "A=1"]}, True),
         ("import kerasdist", {}, True),
-        *(
-            (IMPORT, {"env": {name: "1"}}, True)
-            for name in ("KERAS_HOME", "LD_AUDIT", "TF_XLA_FLAGS", "PYTHONHASHSEED")
-        ),
+        (IMPORT, {"env": {"TF_XLA_FLAGS": "1"}}, True),
         (IMPORT, {"env": {"OMP_NUM_THREADS": None}}, True),
     ],
 )
