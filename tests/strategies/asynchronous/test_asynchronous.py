@@ -143,11 +143,12 @@ def test_epoch_metrics_are_of_all_workers(run):
 class Counted(keras.Model):
     def __init__(self):
         super().__init__()
+        self.norm = keras.layers.BatchNormalization(momentum=0.0)
         self.dense = keras.layers.Dense(1)
         self.rows = keras.metrics.Sum(name="rows")
         self.first = keras.metrics.Mean(name="first")
-    def call(self, x):
-        return self.dense(x)
+    def call(self, x, training=None):
+        return self.dense(self.norm(x, training=training))
     def train_step(self, data):
         x, y = data
         logs = super().train_step((x, x[:, :1]))
@@ -164,18 +165,20 @@ with strategy.scope():
     m.build((None, 8))
 digests = Digests()
 m.fit(x, y, batch_size=17, epochs=2, verbose=0, callbacks=[digests])
-# One batch: one of the workers has nothing to do, and no logs of its own.
+# One batch: one of the workers has nothing to do, and no logs or statistics of its own.
 m.fit(x, y, batch_size=600, verbose=0, callbacks=[digests])
-result([logs for _, logs in digests.found])
+result([[logs for _, logs in digests.found], m.norm.moving_mean.numpy().tolist()])
 """
     first, second = run(body)
     assert first == second
-    assert len(first) == 3
+    found, statistics = first
+    assert len(found) == 3
     rng = np.random.default_rng(0)
-    mean = rng.normal(size=(600, 8)).astype("float32")[:, 0].mean()
-    for logs in first:
+    means = rng.normal(size=(600, 8)).astype("float32").mean(axis=0)
+    np.testing.assert_allclose(statistics, means, rtol=1e-4, atol=1e-6)
+    for logs in found:
         assert logs["rows"] == 600
-        np.testing.assert_allclose(logs["first"], mean, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(logs["first"], means[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bound", [soak(0), soak(1), 3])

@@ -86,9 +86,11 @@ def test_weights_and_metrics_are_those_of_one_process(kinds):
     with Workers(SCRIPT, 1, ["1", *kinds], deadline=120) as job:
         expected = job.succeed()[0].result
     with Workers(SCRIPT, 3, ["3", *kinds], deadline=180) as job:
-        refusal, found = job.wait_one(2).results
+        survivor = job.wait_one(2)
         lost = [job.wait_one(rank).returncode for rank in (0, 1)]
     assert lost == [-signal.SIGKILL] * 2
+    assert "isn't known to be made of" not in survivor.output
+    refusal, found = survivor.results
     assert "With elastic=True the chief's data can't be used" in refusal
     assert "data='chief'" not in refusal
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
