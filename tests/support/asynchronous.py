@@ -53,8 +53,12 @@ class Digests(keras.callbacks.Callback):
 SETUP = (
     PRELUDE
     + """
+devices = int(os.environ.get("DEVICES", "1"))
+logical_devices(devices)
 strategy = kerasdist.ParameterServerStrategy(
     "async", timeout=40, startup_timeout=60,
+    devices=[f"CPU:{i}" for i in range(devices)],
+    shard=os.environ.get("SHARD", "rows"),
     heartbeat_timeout=float(os.environ.get("HEARTBEAT", "30")),
     max_staleness=json.loads(os.environ.get("STALENESS", "null")),
     snapshot_dir=os.environ.get("SNAPSHOTS"), snapshot_updates=10)

@@ -18,6 +18,13 @@ def logical_devices(count):
         tf.config.list_physical_devices("CPU")[0],
         [tf.config.LogicalDeviceConfiguration()] * count)
 
+def untuned(dataset):
+    # TensorFlow 2.21's autotuner sometimes keeps the destructor of an iterator of
+    # several devices waiting for up to a minute, its longest period.
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
 def result(value):
     # In one piece: another thread may say meanwhile that somebody was lost.
     sys.stdout.write("\\nRESULT " + json.dumps(value) + "\\n")

@@ -8,61 +8,36 @@ import re
 import types
 
 import pytest
-from scripts import PRELUDE
+from scripts import NOTING
 from soak import soak
 
+from asynchronous import SETUP
 from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.dynamic_batches import AsyncDataset
 from sessions import Session
-from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
 # Sample i is the number i: what a step was given can be read off.
-SETUP = (
-    PRELUDE
+BEFORE = (
+    NOTING
     + """
-devices = int(os.environ.get("DEVICES", "1"))
-logical_devices(devices)
-strategy = kerasdist.ParameterServerStrategy(
-    "async", devices=[f"CPU:{i}" for i in range(devices)], timeout=40,
-    startup_timeout=60, shard=os.environ.get("SHARD", "rows"))
 rank = strategy.rank
-"""
-)
-BEFORE = """
 keras.utils.set_random_seed(1)
-
-class Log(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1)
-        self.taken = []
-    def call(self, x):
-        return self.dense(x)
-    def train_step(self, data):
-        x = data[0] if isinstance(data, tuple) else data
-        def note(x):
-            self.taken.append([int(v) for v in x[:, 0]])
-            return np.int64(0)
-        with tf.control_dependencies([tf.numpy_function(note, [x], tf.int64)]):
-            return super().train_step((x, x))
+model = noting(0.01)
 
 class Batches(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
         self.epochs, self.numbers = [], []
     def on_epoch_begin(self, epoch, logs=None):
-        self.model.taken.clear()
+        trained.clear()
         self.numbers = []
     def on_train_batch_end(self, batch, logs=None):
         self.numbers.append(batch)
     def on_epoch_end(self, epoch, logs=None):
-        self.epochs.append([list(self.model.taken), self.numbers])
+        self.epochs.append([list(trained), self.numbers])
 
-with strategy.scope():
-    model = Log()
-    model.compile("sgd", "mse")
 x = np.arange(50, dtype="float32")[:, None]
 log = Batches()
 
@@ -78,23 +53,28 @@ class Items(keras.utils.PyDataset):
 def fit(data, **more):
     if isinstance(data, np.ndarray):
         more["y"] = data
-    model.fit(data, verbose=0, **{"callbacks": [log], "epochs": 3, **more})
+    model.fit(data, verbose=0, **{"callbacks": [log], "epochs": 2, **more})
 
 """
+)
 AFTER = "\nresult(log.epochs)\n"
+
+
+def job(**env):
+    return Session(SETUP, 2, before=BEFORE, servers=1, env=env)
 
 
 @pytest.fixture(scope="module")
 def run():
-    with Session(SETUP, 2, before=BEFORE, servers=1) as session:
+    with job() as session:
         yield lambda body: session.run(body + AFTER)
 
 
-def run_apart(body, **env):
-    """In a job with settings of its own."""
-    script = SETUP + BEFORE + body + AFTER
-    with Workers(script, 2, servers=1, env=env, deadline=120) as job:
-        return [worker.result for worker in job.succeed()[:2]]
+@pytest.fixture(scope="module")
+def double():
+    """Each worker has two replicas."""
+    with job(DEVICES="2") as session:
+        yield lambda body: session.run(body + AFTER)
 
 
 def taken(results, epoch):
@@ -114,96 +94,67 @@ def taken(results, epoch):
 FIVES = [list(range(start, start + 5)) for start in range(0, 50, 5)]
 
 
-def test_arrays():
-    # On two devices: a replica without rows would be seen taking a row of zeros.
-    results = run_apart("fit(x[:48], batch_size=7, shuffle=False)", DEVICES="2")
+def test_arrays(double):
+    """In an order of their own in each epoch, if they are shuffled.
+
+    On two devices: a replica without rows would be seen taking a row of zeros.
+    """
+    results = double("""
+fit(x[:48], batch_size=7, shuffle=False, epochs=3)
+fit(x[:48], batch_size=7, epochs=3)
+""")
     sevens = [list(range(start, min(start + 7, 48))) for start in range(0, 48, 7)]
-    for epoch in range(3):
-        assert taken(results, epoch) == sevens
+    epochs = [taken(results, epoch) for epoch in range(6)]
+    assert epochs[:3] == [sevens] * 3
+    for epoch in epochs[3:]:
+        assert sorted(itertools.chain(*epoch)) == list(range(48))
+    assert len({json.dumps(epoch) for epoch in epochs[3:]}) == 3
 
 
-def test_shuffled_arrays_have_an_order_of_their_own_in_each_epoch(run):
-    results = run("fit(x, batch_size=5)")
-    epochs = [taken(results, epoch) for epoch in range(3)]
-    for epoch in epochs:
-        assert sorted(itertools.chain(*epoch)) == list(range(50))
-    assert len({json.dumps(epoch) for epoch in epochs}) == 3
+# What is trained on in two epochs, or None for any order.
+DATASETS = {
+    "fit(slices((x, x)).batch(5))": [FIVES] * 2,
+    "fit(of_unknown_length)": [FIVES] * 2,
+    "fit(slices((x, x)).shuffle(50).batch(5))": None,
+    # Arrays whose orders differ are the chief's.
+    "fit(np.random.default_rng(rank).permutation(x), batch_size=5)": None,
+    "fit(Items(), shuffle=False)": [FIVES] * 2,
+    "fit(Items(workers=2, use_multiprocessing=False), shuffle=False)": [FIVES] * 2,
+    # Steps are of all workers, and go on in the data.
+    "fit(slices((x, x)).batch(5).repeat(), steps_per_epoch=4)": [FIVES[:4], FIVES[4:8]],
+    "fit(x, batch_size=5, steps_per_epoch=5, shuffle=False)": [FIVES[:5], FIVES[5:]],
+    # Data that run out before the steps begin anew.
+    "fit(of_unknown_length, steps_per_epoch=8)": [FIVES[:8], FIVES[8:]],
+}
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        "tf.data.Dataset.from_tensor_slices((x, x)).batch(5)",
-        # Of unknown length.
-        "tf.data.Dataset.from_tensor_slices((x, x)).batch(5).filter(lambda a, b: True)",
-        "Items()",
-        "Items(workers=2, use_multiprocessing=False)",
-    ],
-    ids=["dataset", "unknown_length", "pydataset", "pydataset_with_threads"],
-)
-def test_datasets(run, data):
-    results = run(f"fit({data}, shuffle=False)")
-    for epoch in range(3):
-        assert taken(results, epoch) == FIVES
-
-
-def test_a_shuffled_dataset_is_shuffled_alike_on_all_workers(run):
-    body = "fit(tf.data.Dataset.from_tensor_slices((x, x)).shuffle(50).batch(5))"
-    results = run(body)
-    for epoch in range(3):
-        assert sorted(itertools.chain(*taken(results, epoch))) == list(range(50))
-
-
-def test_datasets_that_differ_are_an_error_on_all_workers(run):
+def test_datasets(run):
     body = """
-import random
-d = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(50, seed=rank).batch(5)
-try:
-    fit(d)
-except ValueError as error:
-    log.epochs = str(error)
+slices = tf.data.Dataset.from_tensor_slices
+of_unknown_length = slices((x, x)).batch(5).filter(lambda a, b: True)
 """
-    for message in run(body):
-        assert message.startswith("The workers read different global batches")
+    found = run(body + "\n".join(DATASETS))
+    for number, (fit, expected) in enumerate(DATASETS.items()):
+        epochs = [taken(found, 2 * number + epoch) for epoch in range(2)]
+        if expected is None:
+            rows = [sorted(itertools.chain(*epoch)) for epoch in epochs]
+            assert rows == [list(range(50))] * 2
+        else:
+            assert epochs == expected, fit
 
 
-def test_items_are_read_by_one_worker(run):
+def test_items_are_read_by_one_worker_and_datasets_may_not_differ(run):
     body = """
-items = Items()
-fit(items, epochs=1)
-Items.read.sort()
-log.epochs = [Items.read, log.epochs[0][1]]
+fit(Items(), epochs=1)
+d = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(50, seed=rank).batch(5)
+log.epochs = [Items.read, refused(lambda: fit(d))]
 """
     results = run(body)
     # Item 0 is read by all, to build the model and to compare it.
-    read = [index for worker in results for index in worker[0] if index]
+    read = [index for items, _ in results for index in items if index]
     assert sorted(read) == list(range(1, 10))
-
-
-def test_steps_per_epoch_are_of_all_workers_and_go_on_in_the_data(run):
-    body = """
-data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5).repeat()
-fit(data, steps_per_epoch=4)
-fit(x, batch_size=5, steps_per_epoch=5, shuffle=False, epochs=2)
-"""
-    results = run(body)
-    cycle = FIVES + FIVES
-    assert [taken(results, e) for e in range(3)] == [
-        cycle[0:4],
-        cycle[4:8],
-        cycle[8:12],
-    ]
-    assert [taken(results, e) for e in (3, 4)] == [FIVES[:5], FIVES[5:]]
-
-
-def test_data_that_run_out_before_the_steps_begin_anew(run):
-    body = """
-data = tf.data.Dataset.from_tensor_slices((x, x)).batch(5).filter(lambda a, b: True)
-fit(data, steps_per_epoch=8, epochs=3)
-"""
-    results = run(body)
-    epochs = [taken(results, epoch) for epoch in range(3)]
-    assert epochs == [FIVES[:8], FIVES[8:], FIVES[:8]]
+    for _, message in results:
+        assert message.startswith("The workers read different global batches")
 
 
 def test_each_workers_own_data_until_its_own_end():
@@ -213,7 +164,8 @@ fit(mine, batch_size=5, shuffle=False, epochs=2)
 data = tf.data.Dataset.from_tensor_slices((mine, mine)).batch(5).repeat()
 fit(data, steps_per_epoch=6, epochs=1)
 """
-    results = run_apart(body, SHARD="off")
+    with job(SHARD="off") as session:
+        results = session.run(body + AFTER)
     for rank, worker in enumerate(results):
         for epoch in range(2):
             assert worker[epoch] == [FIVES[: rank + 1], list(range(rank + 1))]
@@ -290,8 +242,8 @@ loop = strategy.experimental_distribute_dataset(data)
 """
 
 
-@pytest.mark.parametrize("devices", ["1", soak("2")])
-def test_custom_loops(devices):
+@pytest.mark.parametrize("devices", [1, soak(2)])
+def test_custom_loops(run, double, devices):
     """As TensorFlow's guides write them; the first step creates the variables."""
     body = (
         LOOP
@@ -310,9 +262,6 @@ def with_next():
         except tf.errors.OutOfRangeError:
             return total
 
-def within():
-    return float(train_all(iter(loop)))
-
 def over_the_dataset():
     return float(train_dataset())
 
@@ -322,13 +271,13 @@ def total_of(batches):
         total += run(batch)
     return total
 
-for kind in (plain, with_a_function, with_next, within, over_the_dataset):
+for kind in (plain, with_a_function, with_next, over_the_dataset):
     new()
-    train, train_all = tf.function(run), tf.function(total_of)
+    train = tf.function(run)
     train_next = tf.function(lambda batches: run(next(batches)))
     train_dataset = tf.function(lambda: total_of(loop))
     epochs = []
-    for epoch in range(3):
+    for epoch in range(2):
         mine.clear()
         ones = kind()
         epochs.append([[batch for batch in mine if batch], ones, float(mean.result()),
@@ -336,11 +285,12 @@ for kind in (plain, with_a_function, with_next, within, over_the_dataset):
     log.epochs.append([kind.__name__, epochs, len(traced)])
 """
     )
-    kinds = list(zip(*run_apart(body, DEVICES=devices), strict=True))
-    assert len(kinds) == 5
+    results = (run if devices == 1 else double)(body)
+    kinds = list(zip(*results, strict=True))
+    assert len(kinds) == 4
     for workers in kinds:
         name = workers[0][0]
-        for epoch in range(3):
+        for epoch in range(2):
             each = [epochs[epoch] for _, epochs, _ in workers]
             batches = [batch for batches, *_ in each for batch in batches]
             flat = sorted(itertools.chain(*batches))
@@ -352,7 +302,7 @@ for kind in (plain, with_a_function, with_next, within, over_the_dataset):
             # Who had no batch so far has no variables.
             assert len({str(w) for *_, w in each if w}) == 1, name
         if name != "plain":
-            assert max(traces for *_, traces in workers) <= 2 * int(devices), name
+            assert max(traces for *_, traces in workers) <= 2 * devices, name
 
 
 def test_a_batch_for_one_worker_and_loops_that_are_left(run):
@@ -372,6 +322,8 @@ for epoch in range(3):
 together = strategy.reduce("SUM", tf.constant(1.0), axis=None)
 log.epochs = [len(ones), float(together), len(mine),
               [w.tolist() for w in dense.get_weights()]]
+two = [strategy.experimental_distribute_dataset(data) for _ in range(2)]
+log.epochs.append(refused(lambda: [run(batch) for batch in two[rank]]))
 """
     )
     first, second = run(body)
@@ -382,30 +334,13 @@ log.epochs = [len(ones), float(together), len(mine),
     assert second[2] <= 6
     weights = [worker[3] for worker in (first, second) if worker[3]]
     assert all(w == weights[0] for w in weights)
-
-
-def test_ranks_at_different_places_are_told_where(run):
-    body = (
-        LOOP
-        + """
-other = strategy.experimental_distribute_dataset(data)
-new()
-text = ""
-try:
-    for batch in (loop if rank == 0 else other):
-        run(batch)
-except kerasdist.errors.CollectiveMismatch as error:
-    text = str(error)
-log.epochs = text
-"""
-    )
-    for text in run(body):
+    for *_, mismatch in (first, second):
         assert re.search(
-            r"rank 0 ends pass 1 of dataset (\d+); rank 1 ends pass 1", text
+            r"rank 0 ends pass 1 of dataset (\d+); rank 1 ends pass 1", mismatch
         )
 
 
-def test_a_variable_whose_value_is_computed_from_a_batch():
+def test_a_variable_whose_value_is_computed_from_a_batch(double):
     """No step is lost, also not the first, in which it has no value at first."""
     body = """
 held = []
@@ -428,42 +363,8 @@ for batch in strategy.experimental_distribute_dataset(data):
     train(batch)
 log.epochs = [float(each.numpy()) for each in held]
 """
-    for devices in "12":
-        values = [v for found in run_apart(body, DEVICES=devices) for v in found]
-        assert set(values) == {50.0}
-
-
-def test_checkpoints_within_passes(run, tmp_path):
-    """Ranks are at different steps: each with a folder of its own, which it removes."""
-    body = (
-        f"FOLDER = {str(tmp_path)!r}"
-        + LOOP
-        + """
-new()
-checkpoint = tf.train.Checkpoint(dense=dense, optimizer=optimizer)
-own = os.path.join(FOLDER, f"workertemp_{rank}") if rank else FOLDER
-manager = tf.train.CheckpointManager(checkpoint, own, max_to_keep=1)
-saved = 0
-for epoch in range(4):
-    for number, batch in enumerate(loop):
-        run(batch)
-        if number % (2 + rank) == 0:
-            manager.save()
-            saved += 1
-            if rank:
-                tf.io.gfile.rmtree(own)
-log.epochs = [saved, [w.tolist() for w in dense.get_weights()]]
-if rank == 0:
-    dense.set_weights([0 * w for w in dense.get_weights()])
-    manager.restore_or_initialize()
-    log.epochs.append(int(np.any(dense.get_weights()[0])))
-"""
-    )
-    (saved, weights, restored), (_, theirs) = run(body)
-    assert saved
-    assert weights == theirs
-    assert restored == 1
-    assert not (tmp_path / "workertemp_1").exists()
+    values = [value for found in double(body) for value in found]
+    assert set(values) == {50.0}
 
 
 def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 
-import keras
 import ml_dtypes
 import numpy as np
 import pytest
-from scripts import PRELUDE
-from soak import but_soak, soak
+from soak import soak
 
-import kerasdist
-from asynchronous import DIGESTS, OPTIMIZERS
+from asynchronous import DIGESTS, SETUP
 from kerasdist.strategies.asynchronous.weights import rows_that_differ
 from sessions import Session
 
@@ -34,75 +31,10 @@ def test_rows_that_differ(dtype, shape):
     for row in changed:
         value[row] += np.asarray(1, dtype)
     assert rows_that_differ(value, base).tolist() == changed
-
-
-def test_what_is_not_a_number_differs_once():
-    base = np.zeros((4, 3), "float32")
-    value = base.copy()
-    value[2, 1] = np.nan
-    assert rows_that_differ(value, base).tolist() == [2]
+    value[3] = np.nan
+    assert rows_that_differ(value, base).tolist() == changed
     assert rows_that_differ(value, value.copy()).tolist() == []
 
-
-# One worker is plain Keras.
-
-ROWS = 3000
-
-
-def recommender(**more):
-    """Users and items in one table, used twice; and a smaller one."""
-    users, items = keras.Input((), dtype="int32"), keras.Input((), dtype="int32")
-    shared = keras.layers.Embedding(ROWS, 16, **more)
-    own = keras.layers.Embedding(50, 4)
-    both = keras.layers.Concatenate()([shared(users), shared(items), own(users % 50)])
-    return keras.Model([users, items], keras.layers.Dense(1)(both))
-
-
-@pytest.mark.parametrize(
-    "name",
-    but_soak(["adam"], [*OPTIMIZERS, "constraint"]),
-)
-def test_one_worker_is_plain_keras(name, tmp_path):
-    rng = np.random.default_rng(0)
-    x = list(rng.integers(0, ROWS, size=(2, 51)).astype("int32"))
-    y = rng.normal(size=51).astype("float32")
-    more = {}
-    if name == "constraint":
-        more["embeddings_constraint"] = keras.constraints.MaxNorm(0.1, axis=1)
-
-    def train():
-        keras.utils.set_random_seed(1)
-        model = recommender(**more)
-        model.compile(OPTIMIZERS.get(name, OPTIMIZERS["sgd"])(), "mse")
-        history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
-        return [*model.get_weights(), np.asarray(history.history["loss"])]
-
-    plain = train()
-    strategy = kerasdist.ParameterServerStrategy("async", snapshot_dir=str(tmp_path))
-    with strategy.scope():
-        ours = train()
-    (table,) = strategy.extended.workers.client.tables
-    sparse = [variable.sparse for variable in table.layout.variables]
-    strategy.close()
-    # Weight decay moves all rows, and the second table is too small to be worth it.
-    assert sparse == [name != "decay", False, False, False]
-    for a, b in zip(ours, plain, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-
-# Several workers.
-
-SETUP = (
-    PRELUDE
-    + """
-replicas = int(os.environ.get("REPLICAS", "1"))
-logical_devices(replicas)
-strategy = kerasdist.ParameterServerStrategy(
-    "async", timeout=40, startup_timeout=60,
-    devices=[f"CPU:{i}" for i in range(replicas)],
-    max_staleness=json.loads(os.environ.get("STALENESS", "null")))
-"""
-)
 
 BEFORE = (
     """
@@ -141,7 +73,7 @@ def build(make, optimizer):
 
 
 def job(size=2, replicas=1, staleness=None):
-    env = {"REPLICAS": str(replicas), "STALENESS": json.dumps(staleness)}
+    env = {"DEVICES": str(replicas), "STALENESS": json.dumps(staleness)}
     return Session(SETUP, size, before=BEFORE, servers=2, env=env)
 
 
@@ -177,11 +109,8 @@ result([[d for d, _ in digests.found], table.layout.variables[0].sparse,
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"staleness": 0}, id="in_step"),
         soak({"size": 3, "staleness": 2}, id="bounded"),
         pytest.param({}, id="free"),
-        soak({"replicas": 2}, id="two_replicas"),
-        soak({"constraint": "non_neg"}, id="compared"),
         pytest.param({"constraint": "non_neg", "replicas": 2}, id="compared_two"),
     ],
 )
@@ -193,48 +122,6 @@ def test_no_change_of_any_worker_is_missing_or_there_twice(run, options):
         assert len(set(digests)) == 3
         assert sparse
         assert error == 0
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        soak("Adam(0.01)"),
-        soak("RMSprop(0.01)"),
-        soak("SGD(0.02, momentum=0.9)"),
-        "Adam(0.01, gradient_accumulation_steps=3)",
-        soak("LossScaleOptimizer(keras.optimizers.Adagrad(0.1))"),
-    ],
-)
-def test_workers_learn_and_agree_after_each_epoch(run, optimizer):
-    """Does a user like an item? By the products of what was learned of both."""
-    body = f"""
-def make():
-    users = keras.Input((), dtype="int32")
-    items = keras.Input((), dtype="int32")
-    table = keras.layers.Embedding(4000, 8)
-    product = keras.layers.Dot(axes=1)([table(users), table(items)])
-    return keras.Model([users, items], keras.layers.Dense(1)(product))
-with strategy.scope():
-    m = make()
-    m.compile(keras.optimizers.{optimizer}, "mse")
-users, items = rng.integers(0, 200, size=(2, 3200)).astype("int32")
-hidden = rng.normal(size=(400, 3)).astype("float32")
-x, y = [users, items + 200], (hidden[users] * hidden[items + 200]).sum(axis=1)
-before = m.evaluate(x, y, verbose=0, batch_size=512)
-digests = Digests()
-for _ in range(2):
-    m.fit(x, y, batch_size=32, epochs=2, verbose=0, callbacks=[digests])
-after = m.evaluate(x, y, verbose=0, batch_size=512)
-table = client.tables[-1]
-result([digests.found, after, before, digest(m), table.layout.variables[0].sparse])
-"""
-    first, second = run(body)
-    assert first == second
-    digests, after, before, _, sparse = first
-    assert sparse
-    assert len({digest for digest, _ in digests}) == 4
-    if "momentum" not in optimizer:  # which learns nothing yet in one process either
-        assert after < before
 
 
 def test_bytes_grow_with_the_rows_touched_and_not_with_the_table(run):
@@ -250,7 +137,7 @@ class Note(keras.callbacks.Callback):
 counts = {}
 for rows in (20_000, 200_000):
     m = build(lambda: Counts(rows, 64), lambda: keras.optimizers.SGD(0.1))
-    for touched in (10, 100, 1000):
+    for touched in (10, 1000):
         found = []
         # Batches that have no row in common.
         x = np.arange(8 * touched, dtype="int32") * (rows // (8 * touched))
@@ -260,7 +147,7 @@ result(counts)
 """
     results = run(body, staleness=0)
     row_bytes = 64 * 4 + 4
-    for touched in (10, 100, 1000):
+    for touched in (10, 1000):
         size = touched * row_bytes
         for rows in (20_000, 200_000):
             each = [found[f"{rows} {touched}"] for found in results]
@@ -299,7 +186,7 @@ result([callback.found, m.get_weights()[0][:, 0].tolist()])
 
 @pytest.mark.parametrize(
     ("eager", "replicas", "rows"),
-    [(False, 1, 4000), soak(True, 1, 4000), (True, 2, 4000), soak(True, 1, 960)],
+    [(False, 1, 960), (True, 2, 4000), soak(False, 1, 4000)],
 )
 def test_steps_outside_of_fit(run, eager, replicas, rows):
     """Also the first one, which opens the table; eagerly it was once lost."""

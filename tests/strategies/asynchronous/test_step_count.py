@@ -1,11 +1,6 @@
 """Where schedules and warm-ups of asynchronous workers go on after an interruption.
 
-The workers take the batches of an epoch in their order, each after the one before it:
-so how many steps each has heard of at which step is known by hand.
-
-    two of them, interrupted ── again, in the same process
-         └── one worker, interrupted ── itself again
-                  └── two of them
+One process that goes on with a backup is in _keras/optimizer/test_global_step.py.
 """
 
 from __future__ import annotations
@@ -13,7 +8,6 @@ from __future__ import annotations
 import json
 
 import keras
-import numpy as np
 import pytest
 from scripts import PRELUDE
 
@@ -22,228 +16,68 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = (
+SCRIPT = (
     PRELUDE
     + """
 import shutil
-from kerasdist.callbacks import BroadcastInitialState, ScaleLearningRate
+from kerasdist._keras.learning_rate import steps_of
+from kerasdist.callbacks import BroadcastInitialState
 
-folder = os.environ["FOLDER"]
-x = np.ones((24, 1), "float32")
-y = np.zeros((24, 1), "float32")
+strategy = kerasdist.ParameterServerStrategy("async", timeout=40)
+rank, folder = strategy.rank, sys.argv[1]
+x = np.ones((96, 1), "float32")
 
 class Slope(keras.losses.Loss):
-    "With a gradient of 1: a weight sinks by the rate."
+    "With a gradient of 1: the weight is the number of steps that are in it."
     def call(self, y_true, y_pred):
-        return y_pred[:, 0]
+        return -y_pred[:, 0]
 
-class Killed(Exception): pass
+class Steps(keras.callbacks.Callback):
+    "Notes how many steps are behind each; the chief keeps a backup of epoch 1."
+    found = []
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch, self.own = epoch, 0
+    def on_train_batch_begin(self, batch, logs=None):
+        self.found.append(int(steps_of(self.model.optimizer)))
+    def on_train_batch_end(self, batch, logs=None):
+        self.own += 1
+        if rank == 0 and self.epoch == 1 and self.own == 3 and sys.argv[2] == "first":
+            shutil.copytree(folder + "/first0", folder + "/again0")
 
-def build(scope):
-    with scope:
-        m = keras.Sequential([
-            keras.Input((1,)),
-            keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
-        ])
-        schedule = keras.optimizers.schedules.ExponentialDecay(0.125, 1, 0.97)
-        m.compile(keras.optimizers.SGD(schedule), Slope())
-    return m
-
-def fit(m, order, backup, *more, **warmup):
-    "The weight, and the place and the rate of each step."
-    kept = keras.callbacks.BackupAndRestore(
-        backup, save_freq=1, delete_checkpoint=False)
-    scale = ScaleLearningRate(base_batch_size=2, **(warmup or {"warmup_epochs": 3}))
-    with contextlib.suppress(Killed):
-        m.fit(x, y, batch_size=4, epochs=3, verbose=0,
-              callbacks=[scale, kept, *more, order])
-    return [float(m.get_weights()[0][0, 0]), order.found]
+with strategy.scope():
+    m = keras.Sequential([
+        keras.Input((1,)),
+        keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+    m.compile(keras.optimizers.SGD(1.0), Slope())
+kept = keras.callbacks.BackupAndRestore(
+    f"{folder}/{sys.argv[2]}{rank}", save_freq=1, delete_checkpoint=False)
+# Only the chief has the file.
+m.fit(x, x, batch_size=4, epochs=3, verbose=0,
+      callbacks=[BroadcastInitialState(verbose=0), kept, Steps()])
+result([Steps.found, int(steps_of(m.optimizer)), float(m.get_weights()[0][0, 0])])
 """
 )
 
-IN_ORDER = """
-strategy = kerasdist.ParameterServerStrategy("async", timeout=40)
-rank = strategy.rank
 
-class InOrder(keras.callbacks.Callback):
-    "Notes the place and the rate of each step."
-    def __init__(self, name, kill=None):
-        super().__init__()
-        self.name, self.kill, self.found, self.epoch = name, kill, [], None
-    def path(self, *place):
-        return os.path.join(folder, "_".join(map(str, [self.name, *place])))
-    def wait_for(self, path):
-        end = time.monotonic() + 30
-        while not os.path.exists(path):
-            if os.path.exists(self.path("killed")):
-                raise Killed
-            if time.monotonic() > end:
-                raise TimeoutError(path)
-            time.sleep(0.002)
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch, self.first = epoch, True
-    def on_train_batch_begin(self, batch, logs=None):
-        if self.first:
-            # Each has a batch, before one of them takes them all.
-            open(self.path("here", self.epoch, rank), "w").close()
-            self.wait_for(self.path("here", self.epoch, 1 - rank))
-        self.first = False
-        if batch:
-            self.wait_for(self.path(self.epoch, batch - 1))
-        optimizer = self.model.optimizer
-        self.found.append([self.epoch, batch, float(optimizer.learning_rate)])
-    def on_train_batch_end(self, batch, logs=None):
-        if self.kill == self.epoch and rank == 0:
-            open(self.path("killed"), "w").close()
-            raise Killed
-        open(self.path(self.epoch, batch), "w").close()
-"""
-
-ASYNC = COMMON + IN_ORDER
-
-INTERRUPTED = """
-m = build(strategy.scope())
-found = [fit(m, InOrder("first", kill=1), folder + "/backup")]
-if rank == 0:
-    shutil.copytree(folder + "/backup", folder + "/one")
-# In the same process, with graphs that were traced before.
-found.append(fit(m, InOrder("again"), folder + "/backup"))
-result([*found, int(m.optimizer.iterations)])
-"""
-
-RESUMED = """
-m = build(strategy.scope())
-# Only the chief has the file.
-share = BroadcastInitialState(verbose=0)
-order = InOrder("resumed")
-result(fit(m, order, f"{folder}/back_{rank}", share, warmup_steps=18))
-"""
-
-RATES = """
-class Rates(keras.callbacks.Callback):
-    "Notes the place and the rate of each step."
-    def __init__(self, kill=None):
-        super().__init__()
-        self.kill, self.found = kill, []
-    def on_epoch_begin(self, epoch, logs=None):
-        self.epoch = epoch
-    def on_train_batch_begin(self, batch, logs=None):
-        rate = float(self.model.optimizer.learning_rate)
-        self.found.append([self.epoch, batch, rate])
-    def on_train_batch_end(self, batch, logs=None):
-        if self.kill == [self.epoch, batch]:
-            raise Killed
-"""
-
-IN_STEP = COMMON + RATES
-
-ONE_WORKER = """
-# Without a strategy, and with a graph that was traced before.
-m = build(contextlib.nullcontext())
-m.fit(x, y, batch_size=4, verbose=0, callbacks=[ScaleLearningRate(verbose=0)])
-found = [fit(m, Rates(kill=[2, 2]), folder + "/one")]
-shutil.copytree(folder + "/one", folder + "/back_0")
-m = build(kerasdist.RingStrategy().scope())
-found.append(fit(m, Rates(), folder + "/one", warmup_steps=18))
-result([*found, int(m.optimizer.iterations)])
-"""
-
-
-def rate(step):
-    """By hand: the schedule, and a warm-up to twice that in 18 steps."""
-    return 0.125 * 0.97**step * (1 + min(step / 18, 1.0))
-
-
-def check(found, begin):
-    """Each step of one rank, where each epoch begins with so many behind."""
-    epoch, heard = None, 0
-    for at, batch, read in found:
-        if at != epoch:
-            # Where an epoch begins all have heard of everything.
-            epoch, heard = at, begin[at]
-        assert read == pytest.approx(rate(heard), rel=1e-5), (at, batch)
-        # A step ends with an exchange: it and all before it are heard of.
-        heard = begin[at] + batch + 1
-    return [read for _, _, read in found]
-
-
-def check_all(results, begin, weight):
-    """All steps of both ranks; the weight has sunk by their rates."""
-    rates = [check(found, begin) for _, found in results]
-    places = sorted(place[:2] for _, found in results for place in found)
-    assert places == [[epoch, batch] for epoch in begin for batch in range(6)]
-    assert all(rates)
-    for last, _ in results:
-        assert last == pytest.approx(weight - np.sum(rates[0] + rates[1]), rel=1e-5)
-
-
-def check_in_step(found, weight, places, behind):
-    """All steps of one worker, in step with all others; the weight has sunk by them."""
-    last, steps = found
-    assert [step[:2] for step in steps] == places
-    rates = [step[2] for step in steps]
-    by_hand = [rate(behind + i) for i in range(len(places))]
-    np.testing.assert_allclose(rates, by_hand, rtol=1e-5)
-    assert last == pytest.approx(weight - np.sum(by_hand), rel=1e-5)
-    return last
-
-
-def facts(path):
-    return json.loads((path / "training_metadata.json").read_text())
-
-
-def test_schedule_and_warm_up_go_on_with_the_steps_that_are_in_the_weights(tmp_path):
-    env = {"FOLDER": str(tmp_path)}
-    with Workers(ASYNC + INTERRUPTED, 2, servers=1, env=env, deadline=90) as job:
-        results = [each.result for each in job.succeed()[:2]]
-    chief, other = (first[1] for first, _, _ in results)
-    check(chief, {0: 0, 1: 6})
-    check(other, {0: 0, 1: 6})
-    # What was saved is the weight after the chief's last step: it, and all before it.
-    assert chief[-1][0] == 1
-    behind = 6 + chief[-1][1] + 1
-    rates = sorted(
-        (place, found)
-        for rank in (chief, other)
-        for *place, found in rank
-        if place <= chief[-1][:2]
-    )
-    assert len(rates) == behind
-    weight = -sum(found for _, found in rates)
-    assert results[0][0][0] == pytest.approx(weight, rel=1e-5)
-    assert facts(tmp_path / "one") == {
-        "epoch": 1,
-        "batch": chief[-1][1],
-        "kerasdist": {"steps": behind, "steps_of_epoch": behind - 6},
-    }
-    assert not list((tmp_path / "one").glob("*.new"))
-    begin = {1: behind, 2: behind + 6}
-    check_all([again for _, again, _ in results], begin, weight)
-    # The optimizers' own: the chief's at the time, and since then each worker's.
-    own = len(chief)
-    assert [n for *_, n in results] == [own + len(again[1]) for _, again, _ in results]
-
-    rest = [[epoch, batch] for epoch in (1, 2) for batch in range(6)]
-    line = f"18 step(s) of warm-up, {behind} of them behind"
-    with Workers(IN_STEP + ONE_WORKER, 1, env=env, deadline=60) as job:
-        (alone,) = job.succeed()
-    first, second, iterations = alone.result
-    assert line in alone.output
-    weight = check_in_step(first, weight, rest[:9], behind)
-    behind += 9
-    assert facts(tmp_path / "back_0") == {
-        "epoch": 2,
-        "batch": 2,
-        "kerasdist": {"steps": behind, "steps_of_epoch": 3},
-    }
-    check_in_step(second, weight, rest[6:], behind)
-    assert iterations == len(chief) + 9 + 6
-
-    with Workers(ASYNC + RESUMED, 2, servers=1, env=env, deadline=90) as job:
-        finished = job.succeed()[:2]
-    check_all([each.result for each in finished], {2: behind}, weight)
-    line = f"18 step(s) of warm-up, {min(behind, 18)} of them behind"
-    assert line in finished[0].output
+def test_steps_go_on_with_those_that_are_in_the_weights(tmp_path):
+    """Of a backup that the chief has written in the midst of an epoch."""
+    behind = 0
+    for name, epochs in (("first", 3), ("again", 2)):
+        args = [str(tmp_path), name]
+        with Workers(SCRIPT, 2, args, servers=1, deadline=90) as job:
+            results = [each.result for each in job.succeed()[:2]]
+        total = behind + 24 * epochs
+        for found, last, weight in results:
+            assert found == sorted(set(found))
+            assert behind <= found[0] <= found[-1] < total
+            assert (last, weight) == (total, total)
+        assert min(found[0] for found, *_ in results) == behind
+        if name == "first":
+            metadata = tmp_path / "again0" / "training_metadata.json"
+            facts = json.loads(metadata.read_text())["kerasdist"]
+            behind = facts["steps"]
+            assert behind == 24 + facts["steps_of_epoch"]
+            assert facts["steps_of_epoch"] >= 3
 
 
 def test_it_counts_from_where_an_optimizer_was():

@@ -36,18 +36,10 @@ def parse(records):
     values = tf.reshape(tf.strings.to_number(records), [-1, 1])
     return values, tf.zeros_like(values)
 
-def untuned(dataset):
-    # TensorFlow 2.21's autotuner sometimes keeps the destructor of an iterator of
-    # several devices waiting for up to a minute, its longest period.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
-
 def by(policy, dataset):
     options = tf.data.Options()
-    options.autotune.enabled = False
     options.experimental_distribute.auto_shard_policy = policy
-    return dataset.with_options(options)
+    return untuned(dataset.with_options(options))
 
 def read(paths, batch_size=8):
     records = tf.data.TFRecordDataset(paths).batch(1).map(parse).unbatch()

@@ -7,24 +7,18 @@ reference can make the chief's.
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from scripts import PRELUDE
-from soak import soak
 
 import kerasdist
 from sessions import Session
-from workers import Workers
 
 WORKER = (
     PRELUDE
     + """
 logical_devices(2)
-kind = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
-options = json.loads(os.environ.get("OPTIONS", "{}"))
-strategy = kind(devices=["CPU:0"], timeout=60, **options)
+strategy = kerasdist.RingStrategy(devices=["CPU:0"], timeout=60)
 rank, size, scope = strategy.rank, strategy.size, strategy.scope
 def another(**options):
     return kerasdist.RingStrategy(timeout=60, **options).scope
@@ -64,14 +58,9 @@ def numbers(m, *more):
     flat = [w.ravel() for w in m.get_weights()] + [np.ravel(v) for v in more]
     return [float(v) for v in np.concatenate(flat)]
 
-def refused(call):
-    '''The error's text, and that no step was taken.'''
-    m = build()
-    try:
-        call(m)
-    except ValueError as error:
-        return [str(error), int(m.optimizer.iterations.numpy())]
-    return ["no error", -1]
+def refusal(m, call):
+    '''The error's text, and how many steps have been taken.'''
+    return [refused(call), int(m.optimizer.iterations.numpy())]
 
 class Items(keras.utils.PyDataset):
     def __init__(self, x, y, random=None, every=False):
@@ -91,14 +80,6 @@ class Items(keras.utils.PyDataset):
 """
 
 
-def apart(body, **options):
-    """What the workers have found with a parameter server."""
-    env = {"OPTIONS": json.dumps(options), "STRATEGY": "ParameterServerStrategy"}
-    script = WORKER + BEFORE + body
-    with Workers(script, 2, servers=1, env=env, deadline=120) as job:
-        return job.succeed()[:2]
-
-
 @pytest.fixture(scope="module")
 def run():
     with Session(WORKER, 2, before=BEFORE) as session:
@@ -116,7 +97,7 @@ def alone():
 def check(run, alone):
     """All ranks have the numbers of one process that has the chief's data."""
 
-    def compare(body, run=run):
+    def compare(body):
         (expected,) = alone(body)
         workers = run(body)
         assert len(expected.results) > 0
@@ -128,10 +109,11 @@ def check(run, alone):
     return compare
 
 
-ARRAYS = """
-import random
+def test_arrays_in_another_order_or_split_are_the_chiefs(check):
+    """Each rank had split them in its own way: rows were trained on and tested on."""
+    body = """
+m = build()
 def trial(name, x, y, val, more=False):
-    m = build()
     h = m.fit(x, y, batch_size=50, epochs=2, shuffle=False, verbose=0,
               validation_data=val)
     found = [*h.history.values()]
@@ -142,22 +124,13 @@ def trial(name, x, y, val, more=False):
 r = random_of(rank)
 p = r.permutation(400)                                 # train_test_split
 trial("split", X[p[:300]], Y[p[:300]], (X[p[300:]], Y[p[300:]]), more=True)
-order = list(range(400))                               # a list that is shuffled
-random.Random(rank).shuffle(order)
-x = np.stack([X[i] for i in order]); y = np.stack([Y[i] for i in order])
-trial("permutation", x, y, (X, Y))
-m = r.random(400) < 0.8                                # other lengths
-trial("mask", X[m], Y[m], (X[~m], Y[~m]))
+chosen = r.random(400) < 0.8                           # other lengths
+trial("mask", X[chosen], Y[chosen], (X[~chosen], Y[~chosen]))
 labels = np.random.default_rng(1).integers(0, 4, (400, 1)).astype("float32")
 noisy = X + r.normal(size=X.shape).astype("float32")   # other inputs, same targets
 trial("noise", noisy, labels, (noisy[:37], labels[:37]))
 """
-
-
-@pytest.mark.parametrize("servers", [0, soak(1)])
-def test_arrays_in_another_order_or_split_are_the_chiefs(check, run, servers):
-    """Each rank had split them in its own way: rows were trained on and tested on."""
-    chief, other = check(ARRAYS, apart if servers else run)
+    chief, other = check(body)
     assert chief.output.count("the chief's arrays are used") == 1
     assert "are sent once" in chief.output
     assert "the chief's arrays" not in other.output
@@ -166,6 +139,7 @@ def test_arrays_in_another_order_or_split_are_the_chiefs(check, run, servers):
 def test_what_may_be_a_workers_own_part_is_an_error_before_the_first_step(run):
     body = """
 scope = another()
+m = build()
 duplicates = np.random.default_rng(rank).integers(0, 2, (400, 8)).astype("float32")
 twice = np.concatenate([X[:200]] * 2)[np.random.default_rng(0).permutation(400)]
 positions = np.arange(200, dtype="float32")[:, None] * np.ones(8, "float32")
@@ -179,7 +153,7 @@ for x, y in (
 ):
     if y is None:
         y = x[:, :1]
-    result(refused(lambda m: m.fit(x, y, verbose=0)))
+    result(refusal(m, lambda: m.fit(x, y, verbose=0)))
 """
     for worker in run(body):
         assert len(worker.results) == 6
@@ -198,42 +172,43 @@ p = random_of(rank).permutation(400)
 dataset = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(50)
 def generate():
     yield X[p], Y[p]
-result([refused(lambda m: m.fit(X[p], Y[p], verbose=0)),
-        refused(lambda m: m.fit(dataset, verbose=0)),
-        refused(lambda m: m.fit(Items(X[p], Y[p]), verbose=0)),
-        refused(lambda m: m.fit(generate(), verbose=0)),
-        refused(lambda m: m.train_on_batch(X[p], Y[p]))])
+m = build()
+result([refusal(m, lambda: m.fit(X[p], Y[p], verbose=0)),
+        refusal(m, lambda: m.fit(Items(X[p], Y[p]), verbose=0)),
+        refusal(m, lambda: m.train_on_batch(X[p], Y[p])),
+        refusal(m, lambda: m.fit(dataset, verbose=0)),
+        refusal(m, lambda: m.fit(generate(), verbose=0))])
 """
     for worker in run(body):
         (errors,) = worker.result
         starts = (
             "All workers must be given the same data",
-            "The workers read different global batches",
             "The workers' PyDatasets hold different items",
-            "The workers read different global batches",
             "All workers must be given the same global batch",
+            "The workers read different global batches",
+            "The workers read different global batches",
         )
         for (message, steps), start in zip(errors, starts, strict=True):
             assert message.startswith(start)
             assert "data='chief'" in message
-            assert steps <= 1
+            assert steps <= 2
     body = """
 scope = another(data="chief")
-shard = slice(0, 200) if rank == 0 else slice(200, 400)
-x, y = X[shard], Y[shard]
+x, y = X[200 * rank:][:200], Y[200 * rank:][:200]
 m = build()
 m.fit(x, y, batch_size=50, shuffle=False, verbose=0)
-m.fit(tf.data.Dataset.from_tensor_slices((x, y)).batch(50), verbose=0)
 m.fit(Items(x, y), shuffle=False, verbose=0)
-result("chief", numbers(m, m.train_on_batch(x, y), m.predict_on_batch(x[:3])))
+result("chief", numbers(m, m.train_on_batch(x, y)))
 """
     check(body)
 
 
-DATASETS = """
-def trial(name, make, more=False, epochs=2):
-    m = build()
-    h = m.fit(make(0), epochs=epochs, verbose=0, shuffle=False, validation_data=make(1))
+def test_datasets_and_generators_that_differ_are_the_chiefs(check):
+    """Also at the end of a source that can be read only once: no batch is lost."""
+    body = """
+m = build()
+def trial(name, make, more=False):
+    h = m.fit(make(0), verbose=0, shuffle=False, validation_data=make(1))
     found = [*h.history.values()]
     if more:
         found += [m.evaluate(make(2), verbose=0, steps=4),
@@ -242,59 +217,27 @@ def trial(name, make, more=False, epochs=2):
 
 r = random_of(rank)
 def shuffled(number):
-    return tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(400, seed=10 * rank + 1)
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    return rows.shuffle(400, seed=10 * rank + 1).batch(64)
 def listed(number):                                    # uneven, of unknown length
     p = r.permutation(400)
     d = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(64)
     return d.filter(lambda x, y: True)
-def from_generator(number):
-    def generate():
-        for i in r.permutation(400):
-            yield X[i], Y[i]
-    specs = tf.TensorSpec((8,)), tf.TensorSpec((1,))
-    return tf.data.Dataset.from_generator(generate, output_signature=specs).batch(60)
 def draw(x, y):
     while True:
         chosen = r.integers(0, len(x), 32)
         yield x[chosen], y[chosen]
-trial("shuffled", lambda n: shuffled(n).batch(64))
+trial("shuffled", shuffled)
 trial("listed", listed, more=True)
-trial("from_generator", from_generator)
-m = build()
 h = m.fit(draw(X, Y), epochs=3, steps_per_epoch=4, verbose=0)
 result("generator", numbers(m, *h.history.values()))
 def ends():
     for i in range(5):
         yield X[10 * i:10 * i + 9 + i], Y[10 * i:10 * i + 9 + i]
-m = build()
 h = m.fit(ends(), verbose=0)
 result("ends", numbers(m, *h.history.values(), m.predict(ends(), verbose=0)))
-trial("items", lambda n: Items(X, Y, random_of(rank + 5 * n)), True, epochs=1)
-"""
-
-
-def test_datasets_and_generators_that_differ_are_the_chiefs(check):
-    """Also at the end of a source that can be read only once: no batch is lost."""
-    chief, _ = check(DATASETS)
-    for kind in ("datasets", "generators", "PyDatasets"):
-        assert chief.output.count(f"the chief's {kind} are used") == 1
-
-
-def test_several_replicas_and_steps_at_once(check):
-    body = """
-scope = another(devices=["CPU:0", "CPU:1"])
-p = random_of(rank).permutation(400)
-m = build(steps_per_execution=3)
-d = tf.data.Dataset.from_tensor_slices((X[p], Y[p])).batch(33)
-h = m.fit(d, epochs=2, verbose=0)
-result("several", numbers(m, *h.history.values(), m.predict(d, verbose=0)))
-"""
-    check(body)
-
-
-def test_a_dataset_that_is_the_same_is_read_once(check):
-    """The first batches are compared; no pass begins twice for that."""
-    body = """
+trial("items", lambda n: Items(X, Y, random_of(rank + 5 * n)), True)
+# The first batches are compared; no pass begins twice for that.
 passes, taken = [], []
 def generate():
     passes.append(1)
@@ -302,17 +245,21 @@ def generate():
         taken.append(i)
         yield X[i:i + 40], Y[i:i + 40]
 specs = tf.TensorSpec((None, 8)), tf.TensorSpec((None, 1))
-d = tf.data.Dataset.from_generator(generate, output_signature=specs)
-m = build()
-h = m.fit(d, epochs=2, verbose=0)
-result("once", numbers(m, *h.history.values()) + [len(passes), len(taken)])
+same = tf.data.Dataset.from_generator(generate, output_signature=specs)
+h = m.fit(same, epochs=2, verbose=0)
+result("the same is read once", numbers(m, len(passes), len(taken)))
+h = m.fit(Items(X, Y, random_of(rank), every=True), epochs=2, shuffle=False, verbose=0)
+result("reordered after each epoch", numbers(m, *h.history.values()))
 """
-    check(body)
+    chief, _ = check(body)
+    for kind in ("datasets", "generators", "PyDatasets"):
+        assert chief.output.count(f"the chief's {kind} are used") == 1
 
 
 def test_each_workers_own_part_of_a_dataset_is_named(run):
     body = """
 scope = another()
+m = build()
 d = tf.data.Dataset.from_tensor_slices((X, Y))
 def generate(x, y):
     yield x, y
@@ -335,7 +282,7 @@ for data in (
     tf.data.Dataset.from_generator(asks, output_signature=specs),
     Items(X[rank::2], Y[rank::2]),
 ):
-    result(refused(lambda m: m.fit(data, verbose=0)))
+    result(refusal(m, lambda: m.fit(data, verbose=0)))
 """
     found = (
         "a `shard` in the pipeline, rank 0: shard(num_shards=2, index=0)",
@@ -362,25 +309,12 @@ def generate():
         yield X[:20], Y[:20]
     raise KeyError("no more files")
 m = build()
-try:
-    m.fit(generate(), verbose=0)
-except Exception as error:
-    result(type(error).__name__, str(error))
+result(refused(lambda: m.fit(generate(), verbose=0)))
 """
     chief, other = run(body)
-    assert "no more files" in chief.result[1]
-    assert "The chief's data, which are used on all workers" in other.result[1]
-    assert "no more files" in other.result[1]
-
-
-@pytest.mark.soak
-def test_items_that_are_reordered_after_each_epoch_are_the_chiefs_from_then_on(check):
-    body = """
-m = build()
-h = m.fit(Items(X, Y, random_of(rank), every=True), epochs=3, shuffle=False, verbose=0)
-result("every", numbers(m, *h.history.values()))
-"""
-    check(body)
+    assert "no more files" in chief.result[0]
+    assert "The chief's data, which are used on all workers" in other.result[0]
+    assert "no more files" in other.result[0]
 
 
 def test_batches_that_differ(check, run):
@@ -396,8 +330,9 @@ result("batch", numbers(m, loss, m.test_on_batch(X[p], Y[p]), m.predict_on_batch
     assert chief.output.count("the chief's batches are used") == 1
     body = """
 scope = another()
+m = build()
 chosen = random_of(rank).integers(0, 400, 8)
-result(refused(lambda m: m.train_on_batch(X[chosen], Y[chosen])))
+result(refusal(m, lambda: m.train_on_batch(X[chosen], Y[chosen])))
 """
     for worker in run(body):
         ((message, steps),) = worker.result
@@ -407,7 +342,9 @@ result(refused(lambda m: m.train_on_batch(X[chosen], Y[chosen])))
 
 
 def test_text_and_sparse_tensors_are_the_chiefs(check):
+    """For several replicas, and several steps in one execution."""
     body = """
+scope = another(devices=["CPU:0", "CPU:1"])
 p = random_of(rank).permutation(60)
 words = np.array([f"w{i % 7} w{i}" for i in range(60)], dtype=object)[p]
 sparse = tf.sparse.from_dense(np.eye(60, dtype="float32")[p])
@@ -419,29 +356,14 @@ with scope():
     out = keras.layers.Embedding(50, 1, embeddings_initializer="ones")(hashed)
     out = out + keras.layers.Dense(1, kernel_initializer="ones")(flags)
     m = keras.Model({"text": text, "flags": flags}, out)
-    m.compile(keras.optimizers.SGD(0.01), "mse")
+    m.compile(keras.optimizers.SGD(0.01), "mse", steps_per_execution=2)
 x = {"text": words, "flags": sparse}
 h = m.fit(x, y, batch_size=20, shuffle=False, verbose=0)
-d = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+d = tf.data.Dataset.from_tensor_slices((x, y)).batch(17)
 h2 = m.fit(d, verbose=0)
 result("kinds", numbers(m, *h.history.values(), *h2.history.values()))
 """
     check(body)
-
-
-def test_asynchronous_workers_take_batches_of_the_chiefs_arrays():
-    body = """
-p = random_of(rank).permutation(400)[:300]
-seen = []
-m = build()
-m.fit(X[p], Y[p], batch_size=50, epochs=1, verbose=0)
-predicted = m.predict(X[p], verbose=0)[:, 0].tolist()
-result([float(m.evaluate(X[p], Y[p], verbose=0)), predicted])
-"""
-    first, second = apart(body, mode="async")
-    assert first.result == second.result
-    assert len(first.result[0][1]) == 300
-    assert "the chief's arrays are used" in first.output
 
 
 def test_the_argument_is_checked():

@@ -39,6 +39,8 @@ def split(part, rows=ROWS):
 @pytest.mark.parametrize("part", [1.0, 0.8, 0.5, 0.1])
 def test_random_splits_of_the_same_rows_are_alike(part):
     assert alike(split(part), split(part))
+    some_repeat = np.concatenate([ROWS, ROWS[:100]])
+    assert alike(split(0.75, some_repeat), split(0.75, some_repeat))
 
 
 def test_shards_are_not():
@@ -57,11 +59,6 @@ def test_rows_that_repeat_do_not_make_shards_alike(distinct):
         assert not alike(order[:2000], order[2000:])
     doubled = np.concatenate([ROWS, ROWS])[RANDOM.permutation(2000)]
     assert not alike(doubled[:1000], doubled[1000:])
-
-
-def test_random_splits_are_alike_in_spite_of_some_rows_that_repeat():
-    rows = np.concatenate([ROWS, ROWS[:100]])
-    assert alike(split(0.75, rows), split(0.75, rows))
 
 
 def test_which_targets_tell_that_the_data_are_the_same():
@@ -102,11 +99,7 @@ def test_a_rows_hash_goes_with_the_row(tensor):
     assert list(after) == list(before[order])
     if encode(tensor).form not in ("float64[2]", "bool[1]"):
         assert len(set(before)) == 4
-    assert digest_of([encode(tensor)]) == digest_of([encode(tensor)])
-
-
-@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: encode(t).form)
-def test_a_tensor_comes_back_from_its_bytes(tensor):
+    # And the tensor comes back from its bytes.
     facts, leaves = unpack(pack({"a": 1}, [encode(tensor), encode(None)]))
     back = decode(leaves[0])
     assert facts == {"a": 1}
@@ -117,11 +110,8 @@ def test_a_tensor_comes_back_from_its_bytes(tensor):
 
 def test_a_value_that_differs_shows_wherever_it_is_in_a_large_array():
     large = np.zeros((3000, 500), np.float64)
-    known = digest_of([encode(large)])
     for place in ((0, 0), (1234, 77), (2999, 499)):
         other = large.copy()
         other[place] = 1.0
-        assert digest_of([encode(other)]) != known
-        assert digest_of([encode(other[:, ::-1])]) != digest_of(
-            [encode(large[:, ::-1])]
-        )
+        for one, two in ((large, other), (large[:, ::-1], other[:, ::-1])):
+            assert digest_of([encode(one)]) != digest_of([encode(two)])

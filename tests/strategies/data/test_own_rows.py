@@ -125,7 +125,7 @@ def trial(dataset, scope, epochs=1, **more):
         m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
         m.compile(keras.optimizers.SGD(0.02), "mse", weighted_metrics=["mae"])
         m.set_weights([np.full((8, 1), 0.1), np.zeros(1)])
-    h = m.fit(dataset, epochs=epochs, verbose=0, **more)
+    h = m.fit(untuned(dataset), epochs=epochs, verbose=0, **more)
     flat = [w.ravel() for w in m.get_weights()]
     flat += [np.ravel(v) for v in h.history.values()]
     result([float(v) for v in np.concatenate(flat)])
@@ -136,7 +136,7 @@ def weigh(x):
 rows = tf.data.Dataset.from_tensor_slices
 def trials(scope, rank):
     data = rows(X).shuffle(46).map(weigh, tf.data.AUTOTUNE).batch(9)
-    trial(data, scope, epochs=2, validation_data=data)
+    trial(data, scope, epochs=2, validation_data=untuned(data))
     # The order differs between the ranks: rank 0's.
     order = np.random.default_rng(rank).permutation(46)
     trial(rows(X[order]).map(weigh).batch(9).prefetch(2), scope)

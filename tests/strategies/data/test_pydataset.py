@@ -86,12 +86,12 @@ seen["evaluated"] = taken(items.read), evaluated
 items = Items(workers=2)
 model.fit(items, verbose=0)
 seen["threads read"], seen["threads"] = taken(items.read), taken(trained)
-model.fit(Items(workers=2, use_multiprocessing=True), verbose=0)
-seen["processes"] = taken(trained)
 items = Calls(workers=2)
 model.fit(items, epochs=2, verbose=0)
 seen["calls"] = items.calls
 taken(trained)
+model.fit(Items(workers=2, use_multiprocessing=True), verbose=0)
+seen["processes"] = taken(trained)
 items = Shuffling(2)
 items.length = 7
 model.fit(items, epochs=2, shuffle=False, verbose=0)
@@ -104,34 +104,20 @@ result(seen)
 """
 
 OTHERS = """
-class Ragged(Items):
-    def item(self, index):
-        rows = tf.RaggedTensor.from_row_lengths(np.arange(6.0), [1, 3, 2])
-        return rows, np.ones((3, 1))
-
 class Strings(Items):
     def item(self, index):
         return tf.constant([["1"], ["2"], ["3"]]), np.ones((3, 1))
 
-def summing(inputs, compute):
-    with strategy.scope():
-        sums = keras.layers.Lambda(compute, output_shape=(1,))(inputs)
-        m = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones")(sums))
-        m.compile("sgd", "mse")
-    return m
-
 strings = Strings(4)
-m = summing(
-    keras.Input((1,), dtype="string"),
-    lambda s: tf.reshape(tf.strings.to_number(s), [-1, 1]),
-)
+with strategy.scope():
+    inputs = keras.Input((1,), dtype="string")
+    numbers = keras.layers.Lambda(
+        lambda s: tf.reshape(tf.strings.to_number(s), [-1, 1]), (1,))(inputs)
+    m = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="ones")(numbers))
+    m.compile("sgd", "mse")
 predicted = m.predict(strings, verbose=0)
 m.fit(strings, verbose=0)
-sums = summing(
-    keras.Input((None,), ragged=True),
-    lambda r: tf.reshape(tf.reduce_sum(r, 1), [-1, 1]),
-).predict(Ragged(2), verbose=0)
-result([predicted.ravel().tolist(), sorted(set(strings.read)), sums.ravel().tolist()])
+result([predicted.ravel().tolist(), sorted(set(strings.read))])
 
 class Own(Items):
     def item(self, index):
@@ -222,10 +208,9 @@ def test_other_datasets_and_what_getitem_raises(job):
     """
     here, there = job
     for finished in (here, there):
-        _, (predicted, read, sums), errors, _ = finished.results
+        _, (predicted, read), errors, _ = finished.results
         assert predicted == [1, 2, 3] * 4
         assert read == [0, 1, 2, 3]
-        assert sums == [0, 6, 9] * 2
         length, own, other, none, unseeded, one_epoch, after = errors
         assert "rank 0: length=5, shuffle=True" in length
         assert "rank 1: length=6, shuffle=True" in length
@@ -245,7 +230,7 @@ def test_other_datasets_and_what_getitem_raises(job):
     assert "Rank 1" in here.results[3][1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int64", "uint8", "bool", "float16"])
+@pytest.mark.parametrize("dtype", ["float16", "bool"])
 def test_an_item_becomes_bytes_and_back(dtype):
     item = {"b": (np.ones((3, 2), dtype), None), "a": np.zeros((3, 0, 5), dtype)}
     form = ItemForm(item)

@@ -66,10 +66,10 @@ def test_arrays_when_a_worker_is_lost(run):
     """3 workers, then 2; batches of 2 rows leave replicas without rows."""
     run("""
 data = arrays()
-for step, aborted in ((1, False), (5, True), (6, False), (6, True), (11, True)):
+for step, aborted in ((5, True), (6, False), (6, True)):
     found = check({0: "abc", step: "bc"}, 2, data, aborted=aborted)
-for options in [{"shuffle": False}, {"shuffle": "batch"}, {"batch_size": 2}]:
-    check({0: "abc", 4: "bc"}, 2, arrays(**options))
+for options in [{"shuffle": "batch"}, {"batch_size": 2}]:
+    check({0: "abc", 4: "bc"}, 1, arrays(**options))
 assert len(found) == 12
 assert sorted(row[0][0] for part in found[:6] for row in part) == list(range(26))
 assert found[:6] != found[6:]
@@ -79,30 +79,21 @@ assert found[:6] != found[6:]
 def test_arrays_go_on_over_epochs(run):
     """`steps_per_epoch` isn't the length of the data."""
     run("""
-for per_epoch in (2, 3):
-    data = arrays(steps_per_epoch=per_epoch)
-    found = check({0: "abc", 2 * per_epoch: "ca", 2 * per_epoch + 3: "a"}, 5, data)
-    assert len(found) == 5 * per_epoch
+found = check({0: "abc", 4: "ca", 7: "a", 9: "ab"}, 5, arrays(steps_per_epoch=2))
+assert len(found) == 10
 """)
 
 
 def test_leaves_of_all_kinds_are_divided(run):
-    """Several inputs, weights, text, and sparse data."""
+    """Several inputs, weights, text, and sparse data; a layout that stays the same."""
     run("""
 import scipy.sparse
 text = tf.constant([f"row {i}" for i in range(26)])
 sparse = scipy.sparse.csr_matrix(np.eye(26, dtype="float32"))
 weights = [x[:, 0], x[:, 0]]
 many = arrays(x={"a": x, "b": x + 1, "c": text}, y=[x, x], sample_weight=weights)
-for local, data in enumerate((many, arrays(x=sparse, shuffle=False)), 1):
-    check({0: "abc", 2: "bc", 4: "c"}, 1, data, local=local)
-""")
-
-
-def test_the_workers_that_stay_do_not_change(run):
-    """The same layout: a step that was aborted gets the same part again."""
-    run("""
-check({0: "abc", 2: "abc", 3: "abc"}, 1, arrays())
+check({0: "abc", 2: "bc", 3: "bc", 4: "c"}, 1, many)
+check({0: "ab", 2: "b"}, 1, arrays(x=sparse, shuffle=False), local=2)
 """)
 
 
@@ -110,64 +101,18 @@ def test_datasets_when_a_worker_is_lost(run):
     """3 workers, then 2; the last batch is partial, and has fewer rows than workers."""
     run("""
 data = given(lambda: slices((x, x * 2)).shuffle(26).batch(4))
-for step, aborted in ((2, True), (7, False)):
-    found = check({0: "abc", step: "bc"}, 2, data, aborted=aborted)
+found = check({0: "abc", 2: "bc", 7: "bca"}, 2, data)
 assert sorted(row[0][0] for part in found[:7] for row in part) == list(range(26))
 assert found[:7] != found[7:]
-""")
-
-
-@pytest.mark.soak
-def test_workers_change_several_times(run):
-    """Also down to one worker, which needs no facts, and up again."""
-    run("""
-for steps in [
-    {0: "abc", 2: "ac", 3: "c"}, {0: "ab", 5: "b", 6: "ba", 7: "bac", 11: "c"},
-    {0: "a", 1: "ab", 2: "abc", 3: "abcd", 4: "bcd", 9: "cd", 10: "dc"},
-]:
-    for local, size, aborted in [(1, 5, True), (1, 3, False), (2, 7, True)]:
-        for data in (
-            arrays(batch_size=size), given(lambda: slices((x, x * 2)).batch(size))
-        ):
-            check(steps, 2, data, local=local, aborted=aborted)
 """)
 
 
 def test_datasets_go_on_over_epochs(run):
     """`steps_per_epoch` isn't the length of the data."""
     run("""
-for make in (
-    lambda: slices((x, x)).batch(5).repeat(), lambda: slices((x, x)).repeat().batch(5)
-):
-    data = given(make, steps_per_epoch=3)
-    found = check({0: "abc", 3: "ca", 6: "a"}, 4, data)
-    assert len(found) == 12
-""")
-
-
-@pytest.mark.soak
-def test_elements_of_all_kinds_are_divided(run):
-    """Dictionaries, None, text, ragged and sparse tensors, unknown shapes."""
-    run("""
-text = tf.constant([f"row {i}" for i in range(26)])
-ragged = tf.RaggedTensor.from_row_lengths(tf.range(52.0), [2, 0, 4] * 8 + [2, 2])
-sparse = tf.sparse.from_dense(np.eye(26, dtype="float32"))
-
-def unknown(rows):
-    rows = tf.numpy_function(lambda r: r, [rows], tf.float32)
-    return rows, rows
-
-for make in (
-    lambda: slices(({"a": x, "b": text}, x)).batch(4),
-    lambda: slices((x, x)).batch(4).map(lambda a, b: ({"a": a, "none": None}, b)),
-    lambda: slices((ragged, x)).batch(4),
-    lambda: slices((sparse, x)).batch(4),
-    lambda: slices((x, x)).batch(5, drop_remainder=True),
-    lambda: slices(x).batch(4).map(unknown),
-    lambda: tf.data.Dataset.zip(slices(x).batch(4), slices(x).batch(4)),
-):
-    check({0: "abc", 2: "bc", 3: "c"}, 1, given(make))
-    check({0: "abc", 2: "bca", 4: "bc"}, 1, given(make), local=2, aborted=False)
+data = given(lambda: slices((x, x)).repeat().batch(5), steps_per_epoch=3)
+found = check({0: "abc", 3: "ca", 6: "a"}, 3, data, aborted=False)
+assert len(found) == 9
 """)
 
 
@@ -202,8 +147,8 @@ assert following() == [14, 15]
 def test_each_item_is_used_once(run):
     """Also with the dataset's own threads, which read ahead."""
     run("""
-for options, step in (({}, 4), ({"workers": 2}, 6)):
-    check({0: "abc", step: "bc", step + 1: "c"}, 2, items(False, **options))
+check({0: "abc", 4: "bc", 5: "c"}, 1, items(False))
+check({0: "ab", 6: "b"}, 2, items(False, workers=2))
 """)
 
 
@@ -211,8 +156,8 @@ def test_shuffled_items_keep_their_order(run):
     """It's the order of the same workers without a change."""
     run("""
 data = items(True)
-expected = take_all({0: "abc"}, 2, data)
+expected = take_all({0: "ab"}, 2, data)
 assert sorted(row[0][0] for part in expected[:6] for row in part) == list(range(26))
 assert expected[:6] != expected[6:]
-assert take_all({0: "abc", 6: "cb"}, 2, data, local=2) == expected
+assert take_all({0: "ab", 6: "b"}, 2, data, local=2) == expected
 """)

@@ -6,12 +6,15 @@ of this runs inside the test's own process.
 
 from __future__ import annotations
 
-import functools
 import re
 import signal
 
 import pytest
+import tensorflow as tf
+from scripts import PRELUDE
+from soak import soak
 
+import kerasdist
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import connect
 from places import SUPPORT
@@ -49,44 +52,8 @@ def make_job():
 run_contract("native", place.size, make_job, exchange)
 """
 
-LOOP = """
-import signal, sys, time
-import numpy as np
-import keras
-import kerasdist
 
-strategy = kerasdist.RingStrategy(
-    transport="native",
-    timeout=float(sys.argv[1]),
-    heartbeat_timeout=float(sys.argv[2]),
-)
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(300)])
-    model.compile("sgd", "mse")
-
-class Say(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 20:
-            print("TRAINING", flush=True)
-        if batch > 20 and {sleeper} and strategy.rank == 1:
-            time.sleep(170)
-
-x = np.zeros((400, 4), "float32")
-try:
-    model.fit(
-        x, np.zeros((400, 300), "float32"), batch_size=4, epochs=10_000, verbose=0,
-        callbacks=[Say()],
-    )
-except kerasdist.errors.CollectiveError as error:
-    said = f"RAISED {type(error).__name__} {error}".replace("\\n", " ")
-    print(said + chr(10), end="", flush=True)  # one write
-    raise SystemExit(7)
-"""
-
-
-@pytest.mark.parametrize(
-    "size", [2, *(pytest.param(size, marks=pytest.mark.soak) for size in (3, 4, 5))]
-)
+@pytest.mark.parametrize("size", [2, soak(4)])
 def test_contract_of_communicators(size):
     with Workers(CONTRACT, size, deadline=250) as job:
         job.succeed()
@@ -229,25 +196,13 @@ def train(size, *args):
     return results[0]
 
 
-@functools.cache
-def reference():
-    """The same for any number of workers and devices, but for rounding."""
-    return train(1, "auto", 1, "graph")
-
-
 @pytest.mark.parametrize(
-    ("size", "devices", "mode"),
-    [
-        pytest.param(2, 1, "graph", marks=pytest.mark.soak),
-        pytest.param(3, 1, "graph", marks=pytest.mark.soak),
-        (2, 2, "graph"),
-        pytest.param(2, 1, "eager", marks=pytest.mark.soak),
-    ],
+    ("size", "devices", "mode"), [(2, 2, "graph"), soak(3, 1, "eager")]
 )
 def test_training_gives_the_numbers_of_the_other_transports(size, devices, mode):
+    """The same for any number of workers and devices, but for rounding."""
     native = train(size, "native", devices, mode)
-    other = reference()
-
+    other = train(1, "auto", 1, "graph")
     for name in ("weights", "loss", "evaluated"):
         assert native[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
     for mine, theirs in zip(native["outputs"], other["outputs"], strict=True):
@@ -256,33 +211,47 @@ def test_training_gives_the_numbers_of_the_other_transports(size, devices, mode)
         assert native["step"] == 8
 
 
-def test_one_worker_needs_no_server():
-    script = """
-    import socket, kerasdist, tensorflow as tf
-    strategy = kerasdist.RingStrategy(transport="native")
-    assert strategy.size == 1
-    assert strategy.communicator.all_reduce([2.0])[0] == 2
-    assert "worker" not in tf.config.list_logical_devices()[0].name
-    print("RESULT true")
-    """
-    with Workers(script, 1, env={"TF_CONFIG": None}) as job:
-        assert job.succeed()[0].result
+LOOP = """
+import signal, sys, time
+import numpy as np
+import keras
+import kerasdist
+
+strategy = kerasdist.RingStrategy(
+    transport="native",
+    timeout=60,
+    heartbeat_timeout=float(sys.argv[1]),
+)
+with strategy.scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(300)])
+    model.compile("sgd", "mse")
+
+class Say(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20:
+            print("TRAINING", flush=True)
+
+x = np.zeros((400, 4), "float32")
+try:
+    model.fit(
+        x, np.zeros((400, 300), "float32"), batch_size=4, epochs=10_000, verbose=0,
+        callbacks=[Say()],
+    )
+except kerasdist.errors.CollectiveError as error:
+    said = f"RAISED {type(error).__name__} {error}".replace("\\n", " ")
+    print(said + chr(10), end="", flush=True)  # one write
+    raise SystemExit(7)
+"""
 
 
 @pytest.mark.parametrize(
     ("signum", "rank", "size"),
-    [
-        (signal.SIGKILL, 0, 2),
-        (signal.SIGSTOP, 2, 3),
-        pytest.param(signal.SIGKILL, 2, 3, marks=pytest.mark.soak),
-        pytest.param(signal.SIGSTOP, 0, 3, marks=pytest.mark.soak),
-    ],
+    [(signal.SIGKILL, 0, 2), soak(signal.SIGSTOP, 2, 3)],
 )
 def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum, size):
-    script = LOOP.replace("{sleeper}", "False")
     # A killed one is noticed by its connections, not by its silence.
-    args = ["60", "30" if signum == signal.SIGKILL else "3"]
-    with Workers(script, size, args=args, deadline=150) as job:
+    args = ["30" if signum == signal.SIGKILL else "3"]
+    with Workers(LOOP, size, args=args, deadline=150) as job:
         for worker in range(size):
             job.wait_for_line(worker, "TRAINING")
         job.kill(rank, signum)
@@ -300,75 +269,51 @@ def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum, size):
 
 
 @pytest.mark.soak
-def test_a_worker_that_comes_too_late_is_named():
-    script = LOOP.replace("{sleeper}", "True")
-    with Workers(script, 2, args=["8", "30"], deadline=150) as job:
-        waiting = job.wait_one(0)
-        assert re.search(
-            r"^RAISED CollectiveTimeout rank 1 \(127\.0\.0\.1:\d+\) didn't join "
-            r"#\d+ all_reduce\(op='(?:sum|max)', dtype=\w+, elements=\d+\) in time; "
-            r"rank 0 \(127\.0\.0\.1:\d+\) waited at step \d+\.",
-            waiting.output,
-            re.MULTILINE,
-        ), waiting.output
-
-
-@pytest.mark.soak
 def test_tensors_of_every_dtype_in_graphs_and_eagerly():
     script = """
-    import numpy as np, tensorflow as tf
-    import kerasdist
-    strategy = kerasdist.RingStrategy(transport="native", timeout=60)
-    ops, rank, size = strategy.extended.workers.ops, strategy.rank, strategy.size
-    names = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
-             "uint64", "float16", "bfloat16", "float32", "float64", "complex64",
-             "complex128"]
-    for number, name in enumerate(names):
-        mine = tf.cast(tf.reshape(tf.range(6 * rank), [2 * rank, 3]) + rank, name)
-        every = tf.concat([
-            tf.cast(tf.reshape(tf.range(6 * r), [2 * r, 3]) + r, name)
-            for r in range(size)
-        ], 0)
-        values = [
-            tf.cast(tf.fill(shape, rank + 1), name)
-            for shape in ([], [2, 3], [0], [4, 0])
-        ]
-        def collect(mine, *values):
-            gathered = ops.all_gather(mine), ops.all_gather(tf.transpose(mine), 1)
-            given = [ops.broadcast(value) for value in values]
-            sums = [] if name == "bool" else [ops.all_reduce([v])[0] for v in values]
-            return gathered, given, sums
-        # All in one graph: making one for each would take most of the time. Every
-        # other type in a graph: what is done to a type is the same there.
-        for run in (collect, tf.function(collect))[: 1 + number % 2]:
-            (gathered, turned), given, sums = run(mine, *values)
-            assert gathered.dtype == mine.dtype
-            assert (gathered.numpy() == every.numpy()).all(), name
-            assert (turned.numpy() == tf.transpose(every).numpy()).all(), name
-            for value, got in zip(values, given, strict=True):
-                assert got.dtype == value.dtype and got.shape == value.shape
-                assert (got.numpy() == tf.cast(1, name).numpy()).all(), name
-            expected = tf.cast(size * (size + 1) // 2, name).numpy()
-            assert len(sums) == (0 if name == "bool" else len(values))
-            for value, total in zip(values, sums):
-                assert total.dtype == value.dtype and total.shape == value.shape
-                assert (total.numpy() == expected).all(), name
-    text = tf.constant("here")
-    assert ops.broadcast(text) is text
-    # Nobody has any row.
-    assert ops.all_gather(tf.zeros([0, 2])).shape == (0, 2)
-    # A collective inside of a loop and of a condition.
-    @tf.function
-    def loop(x):
-        for _ in tf.range(5):
-            x = tf.cond(tf.reduce_sum(x) > 0, lambda: ops.all_reduce([x])[0], lambda: x)
-        return x
-    assert loop(tf.ones(2)).numpy().tolist() == [float(size) ** 5] * 2
-    print("RESULT true")
-    """
-    with Workers(script, 3, deadline=120) as job:
-        for worker in job.succeed():
-            assert worker.result
+strategy = kerasdist.RingStrategy(transport="native", timeout=60)
+ops, rank, size = strategy.extended.workers.ops, strategy.rank, strategy.size
+names = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32",
+         "uint64", "float16", "bfloat16", "float32", "float64", "complex64",
+         "complex128"]
+
+def part(r, name):
+    return tf.cast(tf.reshape(tf.range(6 * r), [2 * r, 3]) + r, name)
+
+def same(one, other):
+    assert one.dtype == other.dtype and one.shape == other.shape
+    assert (one.numpy() == other.numpy()).all(), one
+
+for number, name in enumerate(names):
+    mine, every = part(rank, name), tf.concat([part(r, name) for r in range(size)], 0)
+    shapes = [[], [2, 3], [0], [4, 0]]
+    values = [tf.cast(tf.fill(shape, rank + 1), name) for shape in shapes]
+    def collect(mine, *values):
+        given = [ops.broadcast(value) for value in values]
+        sums = [] if name == "bool" else [ops.all_reduce([v])[0] for v in values]
+        return ops.all_gather(mine), ops.all_gather(tf.transpose(mine), 1), given, sums
+    # What is done to a type is the same in a graph: every other type is enough.
+    for run in (collect, tf.function(collect))[: 1 + number % 2]:
+        gathered, turned, given, sums = run(mine, *values)
+        same(gathered, every)
+        same(turned, tf.transpose(every))
+        for shape, got in zip(shapes, given, strict=True):
+            same(got, tf.cast(tf.fill(shape, 1), name))
+        for shape, total in zip(shapes, sums):
+            same(total, tf.cast(tf.fill(shape, size * (size + 1) // 2), name))
+text = tf.constant("here")
+assert ops.broadcast(text) is text
+
+# A collective inside of a loop and of a condition.
+@tf.function
+def loop(x):
+    for _ in tf.range(5):
+        x = tf.cond(tf.reduce_sum(x) > 0, lambda: ops.all_reduce([x])[0], lambda: x)
+    return x
+assert loop(tf.ones(2)).numpy().tolist() == [float(size) ** 5] * 2
+"""
+    with Workers(PRELUDE + script, 3, deadline=120) as job:
+        job.succeed()
 
 
 def test_a_script_that_used_tensorflow_before_is_warned():
@@ -381,6 +326,12 @@ def test_a_script_that_used_tensorflow_before_is_warned():
     with Workers(script, 2, deadline=120) as job:
         for worker in job.succeed():
             assert "TensorFlow was used before transport='native'" in worker.output
+
+
+def test_one_worker_needs_no_server():
+    with kerasdist.RingStrategy(transport="native", cluster={}) as strategy:
+        assert strategy.communicator.all_reduce([2.0])[0] == 2
+    assert "worker" not in tf.config.list_logical_devices()[0].name
 
 
 def test_connect_alone_cannot_do_it():

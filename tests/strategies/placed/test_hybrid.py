@@ -107,17 +107,17 @@ def test_what_it_refuses_and_a_plan():
     with planned.scope():
         other = build()
     numbers(other)
-    print("RESULT", json.dumps({
-        "auto": message(ring, placement="auto"),
-        "no mapping": message(ring, placement=["CPU:0"]),
-        "no device": message(ring, placement={"a": "GPU:7"}),
-        "native": message(ring, placement={"a": "CPU:1"}, transport="native"),
-        "micro": message(ring, micro_batches=2),
-        "again": message(ring, rematerialize=True),
-        "stage": message(ring().stage, "CPU:0"),
-        "no layer": message(model.fit, x, y, verbose=0),
-    }))
-    print("RESULT", json.dumps([plan.placement, devices_of(other)]))
+    result([
+        message(ring, placement="auto"),
+        message(ring, placement=["CPU:0"]),
+        message(ring, placement={"a": "GPU:7"}),
+        message(ring, placement={"a": "CPU:1"}, transport="native"),
+        message(ring, micro_batches=2),
+        message(ring, rematerialize=True),
+        message(ring().stage, "CPU:0"),
+        message(model.fit, x, y, verbose=0),
+    ])
+    result([plan.placement, devices_of(other)])
     """
     with Workers(script(text), 1, env={"TF_CONFIG": None}, handover=False) as job:
         found, (plan, devices) = job.succeed()[0].results
@@ -127,14 +127,15 @@ def test_what_it_refuses_and_a_plan():
         kernels = [name for name in devices if f"/{path.split('/')[-1]}/" in name]
         assert kernels
         assert {devices[name] for name in kernels} == {device}
-    begin = {
-        "auto": "ValueError: RingStrategy doesn't plan. Received: placement='auto'.",
-        "no mapping": "TypeError: `placement` must be a mapping from patterns",
-        "no device": "ValueError: `placement` can't be used: 'GPU:7' doesn't exist",
-        "native": "ValueError: TensorFlow's own collectives take gradients from one",
-        "micro": "ValueError: Micro-batches keep the stages of a placement busy.",
-        "again": "ValueError: Rematerialization recomputes the stages of a placement.",
-        "stage": "ValueError: Stages are a part of a placement.",
-        "no layer": "ValueError: Patterns of the placement match no layer.",
-    }
-    assert {name: found[name][: len(text)] for name, text in begin.items()} == begin
+    texts = [
+        "ValueError: RingStrategy doesn't plan. Received: placement='auto'.",
+        "TypeError: `placement` must be a mapping from patterns",
+        "ValueError: `placement` can't be used: 'GPU:7' doesn't exist",
+        "ValueError: TensorFlow's own collectives take gradients from one",
+        "ValueError: Micro-batches keep the stages of a placement busy.",
+        "ValueError: Rematerialization recomputes the stages of a placement.",
+        "ValueError: Stages are a part of a placement.",
+        "ValueError: Patterns of the placement match no layer.",
+    ]
+    for said, text in zip(found, texts, strict=True):
+        assert said.startswith(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 import kerasdist
 from kerasdist.strategies.reduce.gradients import in_buckets
@@ -11,12 +12,9 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
 
-SCRIPT = """
-import json
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+SCRIPT = (
+    PRELUDE
+    + """
 from kerasdist.collectives.checked import CheckedCommunicator
 
 sent = []  # dtype and elements of each all_reduce
@@ -51,17 +49,16 @@ def train(scope, steps=None, factor=1.0):
     gradients = [entry for entry in sent if entry[1] > 20]
     return [np.asarray(w).tolist() for w in m.get_weights()], gradients
 
-result = {}
+found = {}
 for name, options in {
-    "one": {}, "buckets": {"bucket_size": 900}, "bf16": {"compression": "bf16"},
+    "one": {}, "buckets": {"bucket_size": 900},
     "fp16": {"compression": "fp16", "bucket_size": 4000},
 }.items():
     strategy = kerasdist.RingStrategy(timeout=60, **options)
-    result[name] = train(strategy.scope())
-    if name in ("one", "bf16"):
-        result[name + " of three"] = train(strategy.scope(), steps=3)
+    found[name] = train(strategy.scope())
+found["window"] = train(strategy.scope(), steps=3)
 # A gradient that 16 bits can hold, and of which the sum over two workers couldn't.
-result["large"] = train(strategy.scope(), factor=40_000.0)
+found["large"] = train(strategy.scope(), factor=40_000.0)
 strategy = kerasdist.RingStrategy(timeout=60, compression="bf16")
 with strategy.scope():
     v = tf.Variable(tf.zeros(30))
@@ -74,9 +71,10 @@ def step():
 
 sent.clear()
 step()
-result["loop"] = [v.numpy().tolist(), [entry for entry in sent if entry[1] > 20]]
-print("RESULT", json.dumps(result), flush=True)
+found["loop"] = [v.numpy().tolist(), [entry for entry in sent if entry[1] > 20]]
+result(found)
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -109,28 +107,16 @@ def test_gradients_leave_in_buckets_the_last_layers_first(results):
     )
 
 
-@pytest.mark.parametrize(("name", "bits"), [("bf16", "bfloat16"), ("fp16", "float16")])
-def test_gradients_cross_the_network_in_16_bits(results, name, bits):
+def test_gradients_cross_the_network_in_16_bits(results):
     mine = results[0]
-    assert {dtype for dtype, _ in mine[name][1]} == {bits}
-    near = {"bf16": 0.02, "fp16": 0.003}[name]
-    difference = np.abs(weights(mine[name]) - weights(mine["one"]))
-    assert 0 < difference.max() < near
-
-
-def test_accumulated_gradients_cross_the_network_in_16_bits(results):
-    """Six steps, two updates."""
-    mine = results[0]
-    assert [bits for bits, _ in mine["one of three"][1]] == ["float32"] * 2
-    assert [bits for bits, _ in mine["bf16 of three"][1]] == ["bfloat16"] * 2
-    difference = np.abs(weights(mine["bf16 of three"]) - weights(mine["one of three"]))
-    assert 0 < difference.max() < 0.02
-
-
-def test_sums_of_16_bits_dont_overflow(results):
-    np.testing.assert_allclose(
-        weights(results[0]["large"]), weights(results[0]["one"]), atol=0.003
-    )
+    assert {dtype for dtype, _ in mine["fp16"][1]} == {"float16"}
+    difference = np.abs(weights(mine["fp16"]) - weights(mine["one"]))
+    assert 0 < difference.max() < 0.003
+    # Nor does their sum overflow.
+    np.testing.assert_allclose(weights(mine["large"]), weights(mine["one"]), atol=0.003)
+    # Of six steps there are two updates.
+    assert {bits for bits, _ in mine["window"][1]} == {"float16"}
+    assert 3 * len(mine["window"][1]) == len(mine["fp16"][1])
 
 
 def test_a_custom_loop_sends_16_bits_too(results):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
-import kerasdist
-from kerasdist.compression import Factors, PowerSGD, TopK
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = """
-import json
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+SCRIPT = (
+    PRELUDE
+    + """
 from kerasdist.collectives.checked import CheckedCommunicator
 
 sent = 0
@@ -67,16 +63,17 @@ results = {
     "factors clipped": train(sgd(global_clipnorm=0.1), compression="factors"),
     "clipped": train(sgd(global_clipnorm=0.1)),
     "powersgd": train(compression="powersgd"),
-    "powersgd eager": train(compression="powersgd", compile={"run_eagerly": True}),
-    "powersgd jit": train(compression="powersgd", compile={"jit_compile": True}),
     "powersgd window": train(
         sgd(gradient_accumulation_steps=3), compression=kerasdist.PowerSGD(rank=1)
     ),
-    "whole": train(compression=kerasdist.PowerSGD(rank=100)),
+    "whole": train(
+        compression=kerasdist.PowerSGD(rank=100), compile={"run_eagerly": True}
+    ),
     "topk": train(compression=kerasdist.TopK(ratio=0.02)),
     "topk momentum": train(
         lambda: keras.optimizers.SGD(0.05),
         compression=kerasdist.TopK(ratio=1.0, momentum=0.9),
+        compile={"jit_compile": True},
     ),
     "momentum": train(sgd()),
 }
@@ -119,7 +116,7 @@ results["loop"] = {
 with strategy.scope():
     m = model()
     m.compile(keras.optimizers.SGD(0.05), "binary_crossentropy")
-m.fit(x, y, batch_size=16, verbose=2)
+m.fit(x[:16], y[:16], batch_size=16, verbose=2)
 before = len(strategy.extended.workers.memories.variables)
 del m
 import gc
@@ -128,12 +125,11 @@ keras.backend.clear_session()
 gc.collect()
 results["forgotten"] = before - len(strategy.extended.workers.memories.variables)
 
-try:
-    train(sgd(), compression=kerasdist.TopK(momentum=0.5))
-except ValueError as error:
-    results["twice"] = str(error)
-print("RESULT", json.dumps(results), flush=True)
+results["twice"] = refused(
+    lambda: train(sgd(), compression=kerasdist.TopK(momentum=0.5)))
+result(results)
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +161,7 @@ def test_factors_lose_nothing_and_are_clipped_as_sums(results):
 
 
 def test_a_rank_that_is_high_enough_and_a_ratio_of_1_lose_nothing(results):
+    """Nor do eager steps, or those that XLA compiles."""
     near(results["whole"], results["none"], 1e-6)
     near(results["topk momentum"], results["momentum"], 1e-5)
 
@@ -179,11 +176,6 @@ def test_less_is_sent_and_the_loss_falls(results, name, part):
     assert found["memories"] > 0
 
 
-@pytest.mark.parametrize("name", ["powersgd eager", "powersgd jit"])
-def test_the_same_in_all_kinds_of_steps(results, name):
-    near(results[name], results["powersgd"], 2e-4)
-
-
 def test_a_step_that_overflows_is_skipped(results):
     assert np.isfinite(results["mixed"]["all"]).all()
     assert results["mixed"]["loss"][-1] < results["mixed"]["loss"][0]
@@ -196,15 +188,6 @@ def test_memories_are_each_model_s_own_and_end_with_it(results):
     assert results["forgotten"] == results["powersgd"]["memories"]
 
 
-def test_the_start_up_line_says_it(results):
-    assert "gradients sent by PowerSGD(rank=2)" in results["lines"]
-
-
 def test_momentum_twice_is_refused(results):
+    assert "gradients sent by PowerSGD(rank=2)" in results["lines"]
     assert "Received: TopK(ratio=0.001, momentum=0.5)" in results["twice"]
-
-
-def test_public_names():
-    assert kerasdist.PowerSGD is PowerSGD
-    assert kerasdist.TopK is TopK
-    assert kerasdist.Factors is Factors

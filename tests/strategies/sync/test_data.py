@@ -2,58 +2,25 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import keras
 import numpy as np
 import pytest
+from scripts import NOTING, PRELUDE
 
 import kerasdist
 from kerasdist.strategies.data.batch_split import ArrayEpochs
 from sessions import Session
 from workers import Workers
 
-SETUP = """
-import json, os
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+SETUP = PRELUDE + "strategy = kerasdist.RingStrategy(timeout=60)\n"
 
-strategy = kerasdist.RingStrategy(timeout=60)
-"""
-
-BEFORE = """
+BEFORE = (
+    NOTING
+    + """
 rank, size = strategy.rank, strategy.size
-seen = []
-
-class Seen(keras.Model):
-    '''Notes the first feature of every row that this worker trains on.'''
-    def __init__(self):
-        super().__init__()
-        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
-    def call(self, x):
-        return self.dense(x)
-    def train_step(self, data):
-        x = data[0]
-        def note(values):
-            seen.append([int(v) for v in values])
-            return np.int64(0)
-        tf.numpy_function(note, [x[:, 0]], tf.int64)
-        return super().train_step(data)
-
-def build():
-    with strategy.scope():
-        m = Seen()
-        m.build((None, 1))
-        m.compile(keras.optimizers.SGD(1e-6), "mse")
-    return m
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
-
 x = np.arange(30, dtype="float32")[:, None]
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +29,18 @@ def run():
         yield session.run
 
 
-def run_apart(body, size=2):
-    """In a job of its own, whose strategy may be closed."""
-    with Workers(SETUP + BEFORE + body, size, deadline=120) as job:
-        return [finished.result for finished in job.succeed()]
+@pytest.fixture(scope="module")
+def run_three():
+    with Session(SETUP, 3, before=BEFORE) as session:
+        yield session.run
 
 
 def test_an_unseeded_shuffle_is_the_same_on_all_workers(run):
     """Drawn after the strategy is made, from the chief's seed; another each epoch."""
     body = """
 dataset = tf.data.Dataset.from_tensor_slices((x, x)).shuffle(30).batch(8)
-build().fit(dataset, epochs=2, verbose=0)
-result(seen)
+noting(1e-6).fit(dataset, epochs=2, verbose=0)
+result(trained)
 """
     a, b = run(body)
     steps = [mine + other for mine, other in zip(a, b, strict=True)]
@@ -81,33 +48,6 @@ result(seen)
     for epoch in epochs:
         assert sorted(epoch) == list(range(30))
     assert epochs[0] != epochs[1]
-
-
-@pytest.mark.soak
-def test_the_check_of_batches_waits_for_predictions_before_it(run):
-    """Several steps are one graph here, which has no order of its own.
-
-    Rank 1 is slow to give its predictions: a check that didn't wait would be first.
-    """
-    body = """
-import time
-if rank == 1:
-    given = strategy.communicator.all_gather
-    def slowly(array):
-        if np.asarray(array).dtype == np.float32:
-            time.sleep(0.2)
-        return given(array)
-    strategy.communicator.all_gather = slowly
-with strategy.scope():
-    m = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, "linear")])
-    m.compile(steps_per_execution=2)
-    m.set_weights([np.ones((1, 1)), np.zeros(1)])
-dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
-result(m.predict(dataset, verbose=0)[:, 0].tolist())
-if rank == 1:
-    del strategy.communicator.all_gather
-"""
-    assert run(body) == [list(range(30))] * 2
 
 
 def test_datasets_that_begin_to_differ_later_are_an_error(run):
@@ -124,9 +64,9 @@ class Shuffle(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         order[0] = np.random.default_rng(rank).permutation(30)
 try:
-    build().fit(dataset, epochs=2, verbose=0, callbacks=[Shuffle()])
+    noting(1e-6).fit(dataset, epochs=2, verbose=0, callbacks=[Shuffle()])
 except ValueError as error:
-    result([str(error), len(seen)])
+    result([str(error), len(trained)])
 """
     for message, steps in run(body):
         assert "The workers read different global batches" in message
@@ -135,7 +75,7 @@ except ValueError as error:
         assert steps <= 5
 
 
-def test_own_datasets_of_unequal_length_never_hang():
+def test_own_datasets_of_unequal_length_never_hang(run_three):
     """Worker r has 2 + 3 r batches; all train until the longest has ended."""
     body = """
 x = np.arange(40, dtype="float32")[:, None]
@@ -143,15 +83,15 @@ def make(context):
     assert context.num_input_pipelines == size
     assert context.input_pipeline_id == rank
     rows = x[10 * rank: 10 * rank + 2 * (2 + 3 * rank)]
-    return tf.data.Dataset.from_tensor_slices((rows, rows)).batch(2)
-m = build()
+    return untuned(tf.data.Dataset.from_tensor_slices((rows, rows)).batch(2))
+m = noting(1e-6)
 dataset = strategy.distribute_datasets_from_function(make)
 history = m.fit(dataset, epochs=2, verbose=0)
-result([[s for s in seen if len(s) > 1], history.history["loss"],
+result([[s for s in trained if len(s) > 1], history.history["loss"],
         int(m.optimizer.iterations.numpy()),
         m.evaluate(dataset, verbose=0), [w.tolist() for w in m.get_weights()]])
 """
-    results = run_apart(body, size=3)
+    results = run_three(body)
     # The loss is the mean over all rows of all workers.
     for rank, (batches, losses, steps, evaluated, weights) in enumerate(results):
         own = [[10 * rank + 2 * i, 10 * rank + 2 * i + 1] for i in range(2 + 3 * rank)]
@@ -160,27 +100,27 @@ result([[s for s in seen if len(s) > 1], history.history["loss"],
         assert (losses, evaluated, weights) == tuple(results[0][i] for i in (1, 3, 4))
 
 
-def test_batches_without_rows_weigh_nothing():
+def test_batches_without_rows_weigh_nothing(run_three):
     """One row per batch: only one of the three workers has it."""
     body = """
-m = build()
+m = noting(1e-6)
 before = m.get_weights()
 history = m.fit(x[:4] + 1, x[:4] * 0, batch_size=1, epochs=1, shuffle=False, verbose=0)
 after = m.get_weights()
-m = build()
+m = noting(1e-6)
 data = tf.data.Dataset.from_tensor_slices((x[:4] + 1, x[:4] * 0))
 again = m.fit(data.batch(1, drop_remainder=True), verbose=0)
 result([history.history["loss"], [w.tolist() for w in after],
         again.history["loss"], [w.tolist() for w in m.get_weights()]])
 """
-    results = run_apart(body, size=3)
+    results = run_three(body)
     assert results[0] == results[1] == results[2]
     assert results[0][:2] == results[0][2:]
     # Rows 1, 2, 3, 4 and a kernel of 1: the mean of their squares.
     assert abs(results[0][0][0] - 7.5) < 1e-2
 
 
-def test_a_replica_without_rows_computes_with_a_row_that_is_there():
+def test_a_replica_without_rows_computes_with_a_row_that_is_there(run):
     """A vocabulary refused the zeros and empty strings that it computed with before."""
     body = """
 def model(words, dtype):
@@ -214,7 +154,6 @@ found = [
     numbers.predict(one, verbose=0),
 ]
 # Whose data end first goes on with a row that it has seen.
-strategy.close()
 strategy = kerasdist.RingStrategy(timeout=60, shard="off")
 numbers = model([7, 8], "int64")
 mine = np.full((1 + rank, 1), 7 + rank)
@@ -223,16 +162,15 @@ found.append([history.history["loss"]])
 result(np.concatenate(found).ravel().tolist())
 """
     # SGD(0.5) of the square of a weight: the weight is 0 after one step.
-    assert run_apart(body) == [[1, 1, 1, 1, 1, 0, 1, 1, 0, 0.75]] * 2
+    assert run(body) == [[1, 1, 1, 1, 1, 0, 1, 1, 0, 0.75]] * 2
 
 
-def test_data_declared_as_each_workers_own():
+def test_data_declared_as_each_workers_own(run):
     """Arrays and a plain generator, unequally long; the batch size is the worker's."""
     body = """
-strategy.close()
 strategy = kerasdist.RingStrategy(timeout=60, shard="off")
 mine = x[: 6 + 4 * rank] + 100 * rank
-m = build()
+m = noting(1e-6)
 history = m.fit(mine, mine, batch_size=4, epochs=1, shuffle=False, verbose=0)
 def generate():
     for start in range(0, len(mine), 2):
@@ -240,41 +178,20 @@ def generate():
 m.fit(generate(), epochs=1, verbose=0)
 predicted = m.predict(mine, verbose=0)
 tested = m.test_on_batch(mine, mine)
-result([[s for s in seen if len(s) > 1], history.history["loss"], predicted.shape[0],
+result([[s for s in trained if len(s) > 1], history.history["loss"], predicted.shape[0],
         tested, [w.tolist() for w in m.get_weights()]])
 """
-    a, b = run_apart(body)
+    a, b = run(body)
     assert a[0][:5] == [[0, 1, 2, 3], [4, 5], [0, 1], [2, 3], [4, 5]]
     assert b[0][:3] == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109]]
     assert (a[2], b[2]) == (6, 10)
     assert (a[1], a[3], a[4]) == (b[1], b[3], b[4])
 
 
-def test_arrays_are_read_without_a_thread_that_tunes(monkeypatch):
-    """Who gives up an iterator waits for that thread, now and then for long."""
-    strategy = kerasdist.RingStrategy()
-    extended, datasets = strategy.extended, []
-    distribute = extended.distribute_parts
-
-    def noted(dataset):
-        datasets.append(dataset)
-        return distribute(dataset)
-
-    monkeypatch.setattr(extended, "distribute_parts", noted)
-    x = np.ones((12, 4), np.float32)
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-        model.compile("sgd", "mse")
-    model.fit(x, x[:, :2], batch_size=4, verbose=0)
-    strategy.close()
-    assert datasets
-    assert all(each.options().autotune.enabled is False for each in datasets)
-
-
 def test_a_step_is_made_for_its_rows_where_all_parts_have_as_many(run):
     """Three of five rows, or two; with an unequal last batch any number."""
     body = """
-class Shapes(Seen):
+class Shapes(Noting):
     def train_step(self, data):
         shapes.append(data[0].shape[0])
         return super().train_step(data)
@@ -296,7 +213,8 @@ result([list(equal), list(set(shapes))])
 
 
 def test_an_epoch_of_arrays_makes_one_iterator(monkeypatch):
-    made, skipped = [], []
+    """Without a thread that tunes: who gives up an iterator would wait for that."""
+    made, skipped, datasets = [], [], []
     for name, noted in (("__iter__", made), ("skip_epoch", skipped)):
         real = getattr(ArrayEpochs, name)
         monkeypatch.setattr(
@@ -305,6 +223,11 @@ def test_an_epoch_of_arrays_makes_one_iterator(monkeypatch):
         )
     x = np.zeros((6, 1), "float32")
     with kerasdist.RingStrategy() as strategy:
+        real = strategy.extended.distribute_parts
+        monkeypatch.setattr(
+            *(strategy.extended, "distribute_parts"),
+            lambda dataset: datasets.append(dataset) or real(dataset),
+        )
         with strategy.scope():
             model = keras.Sequential([keras.layers.Dense(1)])
             model.compile("sgd", "mse")
@@ -316,49 +239,38 @@ def test_an_epoch_of_arrays_makes_one_iterator(monkeypatch):
     # Those that Keras would have made, too, count for the orders of the later ones.
     assert len(skipped) == 3
     assert len(made) - training == 2
+    assert datasets
+    assert all(each.options().autotune.enabled is False for each in datasets)
 
 
 def test_parts_for_gpus_take_another_way_with_the_same_numbers():
     # TensorFlow's iterator, which fetches to devices, does the same on CPU devices.
     script = """
-    import functools
-    import json
-    import keras
-    import numpy as np
-    import tensorflow as tf
-    import kerasdist
-    from kerasdist.strategies.sync.data import SharingExtended
+logical_devices(2)
+import functools
+from kerasdist.strategies.sync.data import SharingExtended
 
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"])
-    x = np.random.default_rng(0).normal(size=(25, 4)).astype("float32")
-    y = x.sum(axis=1, keepdims=True)
-    found = []
-    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-    for data, steps in (((x, y), 1), ((dataset,), 1), ((x, y), 3), ((dataset,), 3)):
-        keras.utils.set_random_seed(1)
-        with strategy.scope():
-            m = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
-            m.compile("adam", "mse", steps_per_execution=steps)
-        size = 8 if len(data) == 2 else None
-        history = m.fit(*data, batch_size=size, epochs=2, verbose=0).history["loss"]
-        weights = [w.tolist() for w in m.get_weights()]
-        kind = type(strategy.extended.distribute_parts(tf.data.Dataset.range(2)))
-        predicted = m.predict(x, verbose=0).tolist()
-        found.append([kind.__name__, history, weights, predicted])
-    print("RESULT", json.dumps(found))
-    """
-    script = textwrap.dedent(script)
-    forced = script.replace(
-        "strategy =",
-        "SharingExtended.distribute_parts = functools.partialmethod(\n"
-        "    SharingExtended.distribute_parts, complete=False)\nstrategy =",
-        1,
-    )
-    with Workers(script, 1) as host, Workers(forced, 1) as gpus:
-        ours, theirs = (job.succeed()[0].result for job in (host, gpus))
-    assert [each.pop(0) for each in ours] == ["PartsDataset"] * 4
-    assert [each.pop(0) for each in theirs] == ["DistributedDatasetsFromFunction"] * 4
+strategy = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"])
+x = np.random.default_rng(0).normal(size=(25, 4)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+dataset = untuned(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
+
+def numbers(*data, batch_size=None, steps=1):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        m = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+        m.compile("adam", "mse", steps_per_execution=steps)
+    history = m.fit(*data, batch_size=batch_size, epochs=2, verbose=0).history["loss"]
+    weights = [w.tolist() for w in m.get_weights()]
+    return [history, weights, m.predict(x, verbose=0).tolist()]
+
+for _ in range(2):
+    kind = type(strategy.extended.distribute_parts(tf.data.Dataset.range(2)))
+    result([kind.__name__, numbers(x, y, batch_size=8, steps=3), numbers(dataset)])
+    SharingExtended.distribute_parts = functools.partialmethod(
+        SharingExtended.distribute_parts, complete=False)
+"""
+    with Workers(PRELUDE + script, 1) as job:
+        (host, *ours), (gpus, *theirs) = job.succeed()[0].results
+    assert (host, gpus) == ("PartsDataset", "DistributedDatasetsFromFunction")
     assert ours == theirs
