@@ -9,7 +9,6 @@ from __future__ import annotations
 import pickle
 import random
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,43 +56,29 @@ with open(f"{path}{rank}", "wb") as file:
 pytestmark = pytest.mark.timeout(400)
 
 
-# The numbers of one process, by case.
-_plain: dict[str, dict[str, Any]] = {}
-
-
-def plain(names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Return the numbers of one process without kerasdist."""
-    missing = [name for name in names if name not in _plain]
-    if missing:
-        path = folder / "plain"
-        env = {"TESTS": SCRIPTS_PATH, "PLAIN": "1", "TF_CONFIG": None}
-        args = [str(path), *missing]
-        with Workers(RUN, 1, args=args, env=env, deadline=300, handover=False) as job:
-            job.succeed()
-        numbers = pickle.loads(Path(f"{path}0").read_bytes())
-        for name in missing:
-            _plain[name] = {
-                key: value
-                for key, value in numbers.items()
-                if key.startswith(f"{name}: ")
-            }
-    return {key: value for name in names for key, value in _plain[name].items()}
-
-
 @pytest.fixture(scope="module")
-def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """The number of collectives of each case, of three workers of which none is lost.
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """The numbers of one process, and how many collectives each case has.
 
-    Their numbers are compared, too.
+    These are counted with three workers of which none is lost, whose numbers are
+    compared, too.
     """
-    folder = tmp_path_factory.mktemp("counts")
-    path = folder / "numbers"
-    env = {"TESTS": SCRIPTS_PATH, "KERASDIST_ELASTIC": "1", "STRATEGY": "RingStrategy"}
-    with Workers(RUN, 3, args=[str(path), *CASES], env=env, deadline=900) as job:
-        first, *_ = job.succeed()
-    ours = pickle.loads(Path(f"{path}0").read_bytes())
-    fail_on(differences(ours, plain(list(CASES), folder)))
-    return dict(first.results)
+    path = tmp_path_factory.mktemp("undisturbed") / "numbers"
+    args = [str(path), *CASES]
+    numbers = []
+    for size, env in (
+        (1, {"PLAIN": "1", "TF_CONFIG": None}),
+        (3, {"KERASDIST_ELASTIC": "1", "STRATEGY": "RingStrategy"}),
+    ):
+        env["TESTS"] = SCRIPTS_PATH
+        with Workers(RUN, size, args=args, env=env, deadline=900) as job:
+            first, *_ = job.succeed()
+        numbers.append(pickle.loads(Path(f"{path}0").read_bytes()))
+    plain, ours = numbers
+    fail_on(differences(ours, plain))
+    return plain, dict(first.results)
 
 
 # What an elastic job doesn't continue: the rows of a state that each worker has its own
@@ -108,10 +93,12 @@ LOST = {"one": (3, [1]), "chief": (3, [0]), "two": (4, [3, 0]), "most": (3, [2, 
 @pytest.mark.parametrize("lost", LOST)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_CONTINUED])
 def test_case_with_lost_workers(
-    name: str, lost: str, counts: dict[str, int], tmp_path: Path
+    name: str, lost: str, undisturbed: Any, tmp_path: Path
 ) -> None:
     draw = random.Random(zlib.crc32(f"{name} {lost}".encode()))
     size, ranks = LOST[lost]
+    plain, counts = undisturbed
+    expected = {k: v for k, v in plain.items() if k.startswith(f"{name}: ")}
     faults = [
         Fault(
             rank=rank,
@@ -123,4 +110,4 @@ def test_case_with_lost_workers(
     ]
     print(faults)
     ours = lossy_job(RUN, size, faults, tmp_path / "numbers", args=[name])
-    fail_on(differences(ours, plain([name], tmp_path)))
+    fail_on(differences(ours, expected))

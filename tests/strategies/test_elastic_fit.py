@@ -15,7 +15,6 @@ pytestmark = pytest.mark.timeout(600)
 
 SCRIPT = """
 import contextlib
-import hashlib
 import json
 import os
 import signal
@@ -79,14 +78,10 @@ history = m.fit(
     x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=[Lost()],
     validation_data=(x[:50], y[:50]), validation_batch_size=20,
 ).history
-predictions = m.predict(x, batch_size=16, verbose=0)
 weights = m.get_weights()
 print("RESULT", json.dumps({
-    "digest": hashlib.sha256(b"".join(w.tobytes() for w in weights)).hexdigest(),
     "weights": np.concatenate([w.ravel() for w in weights]).tolist(),
-    "iterations": int(m.optimizer.iterations),
     "history": history,
-    "predictions": predictions.ravel().tolist(),
     "size": 1 if strategy is None else strategy.size,
 }), flush=True)
 """
@@ -113,7 +108,7 @@ def test_a_lost_server_changes_no_number(alone):
         assert found["size"] == 2
         assert found["weights"] == pytest.approx(alone["weights"], rel=1e-4, abs=1e-5)
     assert "kerasdist: server 1 (" in left[0].output
-    assert left[0].result["digest"] == left[1].result["digest"]
+    assert left[0].result == left[1].result
 
 
 @pytest.mark.soak

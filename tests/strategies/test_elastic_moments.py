@@ -6,13 +6,9 @@ optimizer's step has used the sample. A metric counts them, too, over all worker
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import pickle
-import random
 import signal
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from typing import Any
 import pytest
 from elastic_jobs import differences, fail_on, lossy_job
 from moments import Fault
+from soak import but_soak
 
 from places import SCRIPTS_PATH
 from workers import Workers
@@ -260,18 +257,12 @@ def run(job: Job, folder: Path, servers: int = 0) -> dict[str, Any]:
     return ours
 
 
-def all_but(quick: str) -> pytest.MarkDecorator:
-    """All moments, of which one is no soak test."""
-    soak = [pytest.param(n, marks=pytest.mark.soak) for n in MOMENTS if n != quick]
-    return pytest.mark.parametrize("name", [quick, *soak])
-
-
-@all_but("during_the_change")
+@pytest.mark.parametrize("name", but_soak(["during_the_change"], MOMENTS))
 def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path)
 
 
-@all_but("dataset")
+@pytest.mark.parametrize("name", but_soak(["dataset"], MOMENTS))
 def test_lost_at_a_moment_with_servers(name: str, tmp_path: Path) -> None:
     run(MOMENTS[name], tmp_path, servers=2)
 
@@ -286,83 +277,3 @@ def test_the_same_bits_as_of_a_prescribed_membership(rank: int, tmp_path: Path) 
         fault = lost(rank, STEP, step, after=after)
         ours = run((3, [fault], {}), tmp_path)
         fail_on(differences(ours, expected, exact=True))
-
-
-# Of the soak test. Each phase: the moments, and how often each happens at most in the
-# part of the job in which nothing else was lost.
-PHASES: dict[str, dict[str, int]] = {
-    "start": {"strategy": 1, "build": 1, "on_train_begin": 1},
-    "trace": {"trace": 1},
-    "step": {
-        "on_train_batch_begin": EPOCHS * LAST,
-        "on_train_batch_end": EPOCHS * LAST,
-    },
-    "epoch end": {"on_epoch_end": EPOCHS, "on_epoch_begin": EPOCHS},
-    "evaluate": {
-        "on_test_begin": 4,
-        "on_test_batch_begin": 14,
-        "on_test_batch_end": 14,
-    },
-    "save": {"save": EPOCHS},
-    "predict": {"on_predict_begin": 1, "on_predict_batch_begin": 5},
-}
-JOBS = int(os.environ.get("SOAK_JOBS", "20"))
-
-
-def drawn(phase: str, draw: random.Random) -> Job:
-    """Draw a job that loses workers, at least one of them in a phase."""
-    size = draw.choice([2, 3, 3, 4])
-    ranks = draw.sample(range(size), draw.randint(1, size - 1))
-    if phase == "save":
-        # The chief alone saves.
-        ranks = [0, *(rank for rank in ranks[1:] if rank)]
-    # The others of a frozen one must be most of the workers: it may live elsewhere.
-    stop = size > 2 and len(ranks) == 1 and draw.random() < 0.2
-    faults: list[Fault] = []
-    for number, rank in enumerate(ranks):
-        # Two at once, or soon after each other: during the change.
-        near = number > 0 and draw.random() < 0.3
-        name = phase if number == 0 else draw.choice(["step", "epoch end", "evaluate"])
-        moment, most = draw.choice(list(PHASES[name].items()))
-        fault = Fault(
-            rank=rank,
-            at=moment,
-            number=draw.randint(1, most),
-            after=draw.choice([0, 0, 1, 2, 3, 4]),
-            delay=draw.choice([0.0, 0.0, 0.001, 0.01, 0.05]),
-            signum=signal.SIGSTOP if stop else signal.SIGKILL,
-        )
-        if near and faults[0].at != "save":
-            delay = faults[0].delay + draw.choice([0.0, 0.05, 0.2])
-            fault = dataclasses.replace(faults[0], rank=rank, delay=delay)
-        if phase in ("predict", "save"):
-            # Nothing follows that would let it be lost later, or nothing is saved.
-            fault = dataclasses.replace(fault, after=0, delay=0.0)
-        faults.append(fault)
-    options: dict[str, Any] = {"save": True} if phase == "save" else {}
-    if draw.random() < 0.3:
-        options["data"] = "dataset"
-    elif draw.random() < 0.3:
-        options["shuffle"] = True
-    if draw.random() < 0.2:
-        options["compile"] = {"run_eagerly": True}
-    if phase == "trace":
-        options.pop("compile", None)
-    return size, faults, options
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(150 * JOBS)
-@pytest.mark.parametrize("phase", PHASES)
-def test_soak(phase: str, tmp_path: Path) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(JOBS):
-        job = drawn(phase, random.Random(f"{phase} {seed}"))
-        try:
-            run(job, tmp_path)
-        except BaseException:
-            print("failed:", phase, seed, job)
-            raise
-        counts["jobs"] += 1
-        counts.update(signal.Signals(fault.signum).name for fault in job[1])
-    print(phase, dict(counts))
