@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from workers import Workers
 SCRIPT = (
     BEGIN
     + """
-victim, kind, size, folder = sys.argv[1:5]
+victim, kind, size = sys.argv[1:4]
 victim, size = int(victim), int(size)
 create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
 strategy = create(
@@ -68,11 +66,9 @@ class Items(keras.utils.PyDataset):
 class Pace(keras.callbacks.Callback):
     taken = 0
     rank = me
-    last = None
 
-    def __init__(self, dies, waits):
+    def __init__(self):
         super().__init__()
-        self.dies, self.waits = dies, waits
         self.mine = f"rank {me}"
         self.epochs, self.begun = [], 0
 
@@ -86,16 +82,12 @@ class Pace(keras.callbacks.Callback):
         self.taken += 1
         if not alone:
             time.sleep(0.02)
-        if self.dies and me == victim and not again and self.taken == 9:
-            print("GOING", flush=True)
+        if me == victim and not again and self.taken == 9:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self.last = float(logs["loss"])
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epochs.append(epoch)
-        if epoch == 3 and self.waits and not alone:
+        if epoch == 3 and not alone:
             # Until the one that was lost has been started again.
             for _ in range(4000):
                 membership = strategy.communicator.membership
@@ -108,14 +100,6 @@ def drawn():
     # The order depends on what has drawn from NumPy's generator before.
     for number in np.random.permutation(8):
         yield x[32 * number : 32 * number + 32], y[32 * number : 32 * number + 32]
-
-
-def drawn_data():
-    return tf.data.Dataset.from_generator(
-        drawn, output_signature=(
-            tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int64)
-        )
-    )
 
 
 def pairs(seed):
@@ -135,45 +119,23 @@ data = {
     "items": lambda: dict(x=Items(workers=2), validation_data=Items(workers=0)),
     "unknown": lambda: dict(x=pairs(3).filter(lambda a, b: tf.constant(True))),
     "own": lambda: dict(x=x[me::2], y=y[me::2], batch_size=16),
-    "drawn checks": lambda: dict(x=x, y=y, batch_size=32, validation_data=drawn_data()),
-    "twice": lambda: dict(x=pairs(3), validation_data=checks),
-    "drawn": lambda: dict(x=drawn_data()),
+    "drawn": lambda: dict(x=tf.data.Dataset.from_generator(
+        drawn, output_signature=(
+            tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int64)
+        )
+    )),
 }[kind]()
 
 
-pace = Pace(dies=True, waits=kind != "twice")
-board = kerasdist.callbacks.ScalingTensorBoard(folder, verbose=0, update_freq=3)
+pace = Pace()
 callbacks = [
     pace,
     keras.callbacks.EarlyStopping("loss", patience=50, restore_best_weights=True),
     keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=0.05),
     keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.95),
 ]
-if kind == "endless" and not alone:
-    line = kerasdist.callbacks.Timeline(f"{folder}/line.json", (10, 30), verbose=0)
-    callbacks += [board, line]
-found = {}
-
-
-def note(name, history):
-    found[name] = history.epoch, lists(history.history)
-
-
-epochs = 3 if kind == "twice" else 6
-note("first", model.fit(**data, epochs=epochs, verbose=0, callbacks=callbacks))
-if kind == "twice":
-    found["last"] = pace.last
-    found["counted"] = [pace.begun, pace.epochs]
-    found["evaluated"] = model.evaluate(checks, verbose=0, return_dict=True)
-    model.layers[1].trainable = False
-    with strategy.scope():
-        model.compile(
-            "sgd", "sparse_categorical_crossentropy", metrics=["accuracy", Rows()]
-        )
-    print("SECOND", flush=True)
-    pace = Pace(dies=False, waits=True)
-    note("second", model.fit(**data, epochs=6, verbose=0, callbacks=[pace]))
-found["counts"] = [pace.begun, pace.epochs]
+history = model.fit(**data, epochs=6, verbose=0, callbacks=callbacks)
+found = [history.epoch, lists(history.history), pace.begun, pace.epochs]
 assert (pace.mine, pace.rank) == (f"rank {me}", me)
 print("RESULT", json.dumps([
     found, whole(model), strategy.size, int(model.optimizer.iterations.numpy()),
@@ -182,21 +144,21 @@ print("RESULT", json.dumps([
 )
 
 
-def undisturbed(kind: str, folder: Path) -> Any:
+def undisturbed(kind: str) -> Any:
     """Return the result of one process; of two where plain Keras differs.
 
     It draws the order of items by itself, and counts steps that find no data.
     """
     size = 2 if kind in ("items", "unknown") else 1
     env = {} if size == 2 else {"TF_CONFIG": None}
-    arguments = ["-1", kind, str(size), str(folder)]
+    arguments = ["-1", kind, str(size)]
     with Workers(SCRIPT, size, arguments, env=env, deadline=120.0) as job:
         return job.succeed()[0].result
 
 
-def joined(kind: str, victim: int, folder: Path, servers: int = 0) -> list[Any]:
+def joined(kind: str, victim: int, servers: int = 0) -> list[Any]:
     """Return the results of two workers, of which one was lost and started again."""
-    arguments = [str(victim), kind, "2", str(folder)]
+    arguments = [str(victim), kind, "2"]
     env = {"STRATEGY": "ParameterServerStrategy"} if servers else {}
     with Workers(
         *(SCRIPT, 2, arguments, env),
@@ -205,8 +167,6 @@ def joined(kind: str, victim: int, folder: Path, servers: int = 0) -> list[Any]:
         servers=servers,
     ) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
-        if kind == "twice":
-            job.wait_for_line(1 - victim, "SECOND")
         job.start_again(victim)
         return [each.result for each in job.succeed()[:2]]
 
@@ -234,36 +194,29 @@ def assert_close(found: Any, expected: Any) -> None:
         ("items", 1, 0),
         ("endless", 1, 0),
         ("endless", 0, 0),
-        ("twice", 0, 0),
-        ("twice", 1, 0),
         ("arrays", 0, 2),
         ("arrays", 1, 1),
     ],
 )
 def test_the_numbers_are_those_of_one_process(
-    kind: str, victim: int, servers: int, tmp_path: Path
+    kind: str, victim: int, servers: int
 ) -> None:
-    expected = undisturbed(kind, tmp_path / "alone")
-    results = joined(kind, victim, tmp_path, servers)
+    expected = undisturbed(kind)
+    results = joined(kind, victim, servers)
     for found in results:
         assert found[2] == 2
         assert found[3] == expected[3]
         assert_close(found[:2], expected[:2])
     # To the bit among the workers.
     assert results[0] == results[1]
-    if kind == "endless":
-        events = json.loads((tmp_path / "line.json").read_text())["traceEvents"]
-        steps = {each["pid"] for each in events if each.get("cat") == "step"}
-        assert len(steps) == 2
-        assert list((tmp_path / "scaling").iterdir())
 
 
-def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch(tmp_path: Path) -> None:
-    one, other = joined("own", 1, tmp_path)
+def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch() -> None:
+    one, other = joined("own", 1)
     assert one == other
     assert one[2] == 2
     assert one[3] == 48
-    rows = one[0]["first"][1]["rows"]
+    rows = one[0][1]["rows"]
     # One worker's from the loss in the second epoch on, until it joins.
     assert rows[0] == rows[-1] == 250
     assert 125 < rows[1] < 250
@@ -272,23 +225,15 @@ def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch(tmp_path: Path) -
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("drawn", "This worker can't join the job. Received: other data"),
-        ("drawn checks", "The workers read different global batches"),
-    ],
-)
-def test_an_order_that_cannot_be_repeated_is_refused(
-    kind: str, message: str, tmp_path: Path
-) -> None:
+def test_an_order_that_cannot_be_repeated_is_refused() -> None:
     """The newcomer ends with an error, and the others continue."""
-    arguments = ["1", kind, "2", str(tmp_path)]
+    arguments = ["1", "drawn", "2"]
     with Workers(SCRIPT, 2, arguments, handover=False, deadline=120.0) as job:
         job.wait_one(1)
         job.start_again(1)
         newcomer = job.wait_one(1)
         assert newcomer.returncode == 1
+        message = "This worker can't join the job. Received: other data"
         assert message in newcomer.output
         left = job.wait_one(0)
         assert left.returncode == 0

@@ -107,9 +107,7 @@ before = float(np.float64(m.get_weights()[0]).sum())
 m.evaluate(x, y, verbose=0)
 results["by batch"] = [before, float(np.float64(m.get_weights()[0]).sum())]
 
-m.train_on_batch(x[:32], y[:32])
 m.fit(x[:64], y[:64], verbose=2)
-
 with strategy.scope():
     m.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=2)
 try:
@@ -127,7 +125,7 @@ def jobs():
     return [finished.result | {"lines": finished.output} for finished in ended]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def results(jobs):
     return jobs[0]
 
@@ -223,9 +221,5 @@ def test_one_worker_is_plain_training():
 def test_wrong_options(options, said):
     with pytest.raises(ValueError, match=f"Received: .*{said}"):
         kerasdist.RingStrategy(**options)
-
-
-def test_wrong_outer_optimizers():
-    for outer in ("adam", keras.optimizers.Adam(), 0.7):
-        with pytest.raises(ValueError, match="Received: outer="):
-            kerasdist.LocalSteps(2, outer=outer)
+    with pytest.raises(ValueError, match="Received: outer="):
+        kerasdist.LocalSteps(2, outer=keras.optimizers.Adam())

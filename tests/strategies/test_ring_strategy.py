@@ -262,30 +262,6 @@ result([out, context, float(v.numpy()), float(mean.numpy()), len(local)])
         assert local == 1
 
 
-def test_collectives_of_a_graph_have_one_order(run):
-    """Independent collectives in independent functions: all ranks agree."""
-    found = run("""
-@tf.function
-def one(x):
-    return strategy.reduce("SUM", x, axis=None)
-
-@tf.function
-def many(x):
-    a = [one(x + i) for i in range(5)]
-    b = [strategy.reduce("SUM", tf.cast(x, tf.int32) + i, axis=None) for i in range(5)]
-    c = tf.while_loop(lambda i, t: i < 4,
-                      lambda i, t: (i + 1, t + strategy.reduce("SUM", x, axis=None)),
-                      [0, x])[1]
-    return a, b, c
-
-x = tf.constant(float(strategy.rank))
-for _ in range(20):
-    a, b, c = many(x)
-result([[float(v) for v in a], [int(v) for v in b], float(c) - float(x)])
-""")
-    assert found == [[[1.0, 3.0, 5.0, 7.0, 9.0], [1, 3, 5, 7, 9], 4.0]] * 2
-
-
 def test_different_settings_of_the_data_are_an_error(run):
     for found in run("""
 x, y = data(100)
