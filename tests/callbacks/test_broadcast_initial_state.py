@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 import kerasdist
 from kerasdist.callbacks import BroadcastInitialState
@@ -12,11 +13,9 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = """
-import json, os, sys
-import keras
-import numpy as np
-import kerasdist
+COMMON = (
+    PRELUDE
+    + """
 from kerasdist.callbacks import (
     BroadcastInitialState, ScaleLearningRate, ScalingTensorBoard, Timeline)
 
@@ -70,10 +69,8 @@ def fit(m, callbacks, **more):
     m.fit(x, y, **{"batch_size": 8, "epochs": 1, "verbose": 0, **more},
           callbacks=[*callbacks, state])
     return state.found
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 RING = """
 strategy = kerasdist.RingStrategy(timeout=60)

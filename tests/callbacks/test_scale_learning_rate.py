@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from scripts import PRELUDE
 
 from kerasdist.callbacks import ScaleLearningRate
 from kerasdist.callbacks.scale_learning_rate import steps_behind
@@ -19,12 +20,9 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = """
-import json, os, sys
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+COMMON = (
+    PRELUDE
+    + """
 from kerasdist.callbacks import BroadcastInitialState, ScaleLearningRate
 
 folder = os.environ.get("FOLDER", "")
@@ -92,10 +90,8 @@ def fit(m, callbacks, epochs=3, batch_size=4, rate_of=None, **more):
     history = m.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0,
                     callbacks=[*callbacks, rates], **more)
     return [*rates.found(), history.history.get("learning_rate")]
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 here: dict = {}
 exec(COMMON, here)  # the same in this process
@@ -336,13 +332,10 @@ def test_what_is_wrong_is_said():
 
 
 XLA = """
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
+logical_devices(2)
 with tf.device("/device:CPU:1"):
     m = build(jit_compile=True)
-    scale = ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
-    result(fit(m, [scale]))
+    result(fit(m, [ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2)]))
 """
 
 

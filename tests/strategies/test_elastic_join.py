@@ -22,7 +22,6 @@ strategy = create(
 )
 again = not alone and strategy.communicator.joining
 
-
 class Rows(keras.metrics.Metric):
     def __init__(self):
         super().__init__(name="rows")
@@ -34,7 +33,6 @@ class Rows(keras.metrics.Metric):
     def result(self):
         return self.total
 
-
 class Scaled(keras.layers.Layer):
     def build(self, shape):
         self.scale = self.add_weight(
@@ -44,10 +42,8 @@ class Scaled(keras.layers.Layer):
     def call(self, inputs):
         return inputs * self.scale
 
-
 with strategy.scope():
     model = classifier(strategy, Scaled(), metrics=["accuracy", Rows()])
-
 
 class Items(keras.utils.PyDataset):
     scale = 1.0
@@ -61,7 +57,6 @@ class Items(keras.utils.PyDataset):
 
     def on_epoch_end(self):
         self.scale *= 0.9
-
 
 class Pace(keras.callbacks.Callback):
     taken = 0
@@ -95,12 +90,10 @@ class Pace(keras.callbacks.Callback):
                     break
                 time.sleep(0.01)
 
-
 def drawn():
     # The order depends on what has drawn from NumPy's generator before.
     for number in np.random.permutation(8):
         yield x[32 * number : 32 * number + 32], y[32 * number : 32 * number + 32]
-
 
 def pairs(seed):
     rows = tf.data.Dataset.from_tensor_slices((x, y))
@@ -108,7 +101,6 @@ def pairs(seed):
     options = tf.data.Options()
     options.autotune.enabled = False
     return rows.shuffle(250, seed=seed).batch(32).with_options(options)
-
 
 checks = tf.data.Dataset.from_tensor_slices((x[:50], y[:50])).shuffle(50).batch(16)
 data = {
@@ -125,7 +117,6 @@ data = {
         )
     )),
 }[kind]()
-
 
 pace = Pace()
 callbacks = [

@@ -39,7 +39,6 @@ model = classifier(
     strategy, units=units, steps_per_execution=4 if "executions" in kind else 1
 )
 
-
 class Items(keras.utils.PyDataset):
     def __len__(self):
         return 8
@@ -48,11 +47,9 @@ class Items(keras.utils.PyDataset):
         rows = slice(32 * number, 32 * number + 32)
         return x[rows], y[rows]
 
-
 def generated():
     while True:
         yield from (Items()[number] for number in range(8))
-
 
 def pairs():
     rows = tf.data.Dataset.from_tensor_slices((x, y))
@@ -60,7 +57,6 @@ def pairs():
     options.autotune.enabled = False
     # Whose last batch has fewer rows than there are replicas.
     return rows.shuffle(250, seed=3).take(225).batch(32).with_options(options)
-
 
 data = {
     "arrays": lambda: dict(x=x, y=y, batch_size=32),
@@ -71,13 +67,11 @@ data = {
     "generator": lambda: dict(x=generated(), steps_per_epoch=8),
 }[kind]()
 
-
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)
     end = time.monotonic() + 20
     while not signal.getsignal(signal.SIGTERM).requested and time.monotonic() < end:
         time.sleep(0.001)
-
 
 class Asked(keras.callbacks.Callback):
     def __init__(self):
@@ -100,11 +94,9 @@ class Asked(keras.callbacks.Callback):
         if not alone:
             time.sleep(0.01)
 
-
 class Slower(keras.callbacks.LearningRateScheduler):
     def __init__(self):
         super().__init__(lambda epoch, rate: rate * 0.9)
-
 
 if "AT_ONCE" in os.environ:
     ask()

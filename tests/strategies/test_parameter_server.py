@@ -5,6 +5,7 @@ What one process does without them is in `test_ring_strategy.py`.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -13,6 +14,7 @@ import textwrap
 import threading
 
 import pytest
+from scripts import long_fit
 from soak import soak
 
 import kerasdist
@@ -20,40 +22,7 @@ from workers import Workers, free_ports
 
 pytestmark = pytest.mark.timeout(120)
 
-TRAIN = """
-import json, os, sys, time
-import keras
-import numpy as np
-import kerasdist
-
-strategy = kerasdist.ParameterServerStrategy(
-    "sync", heartbeat_timeout=HEARTBEAT, timeout=40, startup_timeout=60)
-with strategy.scope():
-    m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    m.compile("sgd", "mse")
-x = np.ones((64, 8), "float32")
-
-class Say(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
-            print("training", flush=True)
-        FAULT
-
-try:
-    m.fit(x, x[:, :4], batch_size=16, epochs=EPOCHS, verbose=0, callbacks=[Say()])
-except kerasdist.errors.CollectiveError as error:
-    print("RESULT", json.dumps({
-        "class": type(error).__name__,
-        **{k: v for k, v in vars(error).items() if isinstance(v, (int, str))},
-        "message": str(error),
-    }), flush=True)
-    sys.exit(7)
-"""
-
-
-def script_of(fault="pass", epochs=100_000, heartbeat=30.0):
-    script = TRAIN.replace("FAULT", fault).replace("EPOCHS", str(epochs))
-    return script.replace("HEARTBEAT", str(heartbeat))
+script_of = functools.partial(long_fit, "ParameterServerStrategy")
 
 
 def settings(monkeypatch, cluster, kind="worker", index=0):

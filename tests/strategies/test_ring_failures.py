@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 
 import pytest
+from scripts import long_fit
 from soak import soak
 
 from pace import bound
 from workers import Workers
 
-TRAIN = """
-import json
-import sys
-import time
-import keras
-import numpy as np
-import kerasdist
-
-strategy = kerasdist.RingStrategy(
-    heartbeat_timeout=HEARTBEAT, timeout=40, startup_timeout=60)
-with strategy.scope():
-    m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    m.compile("sgd", "mse")
-x = np.ones((64, 8), "float32")
-
-class Say(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
-            print("training", flush=True)
-        FAULT
-
-try:
-    m.fit(x, x[:, :4], batch_size=16, epochs=100000, verbose=0, callbacks=[Say()])
-except kerasdist.errors.CollectiveError as error:
-    print("RESULT", json.dumps({
-        "class": type(error).__name__,
-        "rank": getattr(error, "rank", None),
-        "host": getattr(error, "host", None),
-        "step": getattr(error, "step", None),
-        "message": str(error),
-        "at": time.time(),
-    }), flush=True)
-    sys.exit(7)
-"""
-
-
-def script_of(fault, heartbeat=30.0):
-    return TRAIN.replace("FAULT", fault).replace("HEARTBEAT", str(heartbeat))
+script_of = functools.partial(long_fit, "RingStrategy")
 
 
 def survivors(job, lost):
@@ -70,7 +35,7 @@ def survivors(job, lost):
 )
 def test_a_lost_worker_ends_fit_on_every_survivor(lost, fault, seconds):
     # A killed one is noticed by its connections, not by its silence.
-    script = script_of("pass", 30.0 if fault == signal.SIGKILL else 3.0)
+    script = script_of(heartbeat=30.0 if fault == signal.SIGKILL else 3.0)
     with Workers(script, 3, deadline=120) as job:
         for rank in range(3):
             job.wait_for_line(rank, "training")

@@ -9,6 +9,7 @@ import json
 import keras
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 import kerasdist
 from groups import Group
@@ -21,11 +22,9 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = """
-import json, os, sys, time
-import keras
-import numpy as np
-import kerasdist
+COMMON = (
+    PRELUDE
+    + """
 from kerasdist.callbacks import ScaleLearningRate, Timeline
 
 folder = os.environ["FOLDER"]
@@ -53,10 +52,8 @@ def recorders(communicator):
     found = []
     communicator.add_recorder, communicator.remove_recorder = add, remove
     return found
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 
 def read(path):

