@@ -153,7 +153,6 @@ soak-membership: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
 	  $(PYTEST_ARGS)
 
-# With the counts of each phase. SOAK_JOBS: the number of jobs in each, 20 without it.
 soak-elastic: $(VENV)/.test
 	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -rP tests/strategies/test_elastic_*.py \
 	  tests/strategies/elastic_data tests/collectives/elastic tests/_keras/elastic \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+from scripts import PRELUDE
 
 import kerasdist
 from kerasdist.callbacks import BroadcastInitialState
@@ -12,11 +13,9 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = """
-import json, os, sys
-import keras
-import numpy as np
-import kerasdist
+COMMON = (
+    PRELUDE
+    + """
 from kerasdist.callbacks import (
     BroadcastInitialState, ScaleLearningRate, ScalingTensorBoard, Timeline)
 
@@ -32,10 +31,10 @@ class Counters(keras.layers.Layer):
     def call(self, x):
         return x
 
-def build(units=3):
+def build():
     with strategy.scope():
         m = keras.Sequential([
-            keras.Input((4,)), Counters(), keras.layers.Dense(units),
+            keras.Input((4,)), Counters(), keras.layers.Dense(3),
             keras.layers.Dropout(0.5),
             keras.layers.BatchNormalization(), keras.layers.Dense(1),
         ])
@@ -70,10 +69,8 @@ def fit(m, callbacks, **more):
     m.fit(x, y, **{"batch_size": 8, "epochs": 1, "verbose": 0, **more},
           callbacks=[*callbacks, state])
     return state.found
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
 """
+)
 
 RING = """
 strategy = kerasdist.RingStrategy(timeout=60)
@@ -87,7 +84,6 @@ found["root"] = {v.path: held_by(v).tolist() for v in everything(m)}
 found["begin"] = fit(m, [share])
 found["bytes"] = [share.bytes, share.seconds > 0]
 found["weights"] = [w.tolist() for w in m.get_weights()]
-
 # The second time all hold the same: nothing travels.
 fit(m, [share])
 found["again"] = [share.bytes, share.seconds > 0]
@@ -101,14 +97,14 @@ m = build()
 began = fit(m, [BroadcastInitialState(verbose=0), Load()])
 found["loaded"] = [v for path, v in began.items() if path.endswith("dense_2/bias")]
 
-def refused(callbacks, units=3):
-    m = build(units)
-    disturb(m, rank)
+def refused(callbacks):
     try:
         fit(m, callbacks)
     except ValueError as error:
         return str(error)
 
+m = build()
+disturb(m, rank)
 found["without"] = refused([])
 found["no rank"] = refused([BroadcastInitialState(root=2)])
 class Stops(keras.callbacks.Callback):
@@ -215,24 +211,19 @@ def test_the_table_of_servers_takes_it_too():
 
 
 def test_one_worker_and_none(said):
-    for make in (kerasdist.RingStrategy, None):
+    names = {"strategy": kerasdist.RingStrategy()}
+    exec(COMMON, names)
+    plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    for model in (names["build"](), plain):
         share = BroadcastInitialState()
-        strategy = make() if make else None
-        names = {"strategy": strategy}
-        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-        if strategy is not None:
-            exec(COMMON, names)
-            model = names["build"]()
-        else:
-            model.compile("sgd", "mse")
-        x = np.ones((8, 4), "float32")
         model.fit(x, x[:, :1], verbose=0, callbacks=[share])
         assert share.bytes == 0
         wrong = BroadcastInitialState(root=1)
         with pytest.raises(ValueError, match=r"^There is no such rank to take the"):
             model.fit(x, x[:, :1], verbose=0, callbacks=[wrong])
-        if strategy is not None:
-            strategy.close()
+    names["strategy"].close()
     assert not [line for line in said() if line.startswith("kerasdist: all")]
 
 

@@ -1,9 +1,11 @@
 """`fit` with `jit_compile=True`: the numbers of plain Keras that compiles."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from soak import soak
 
 from kerasdist._keras.unscoped_models import make_compiled
 from workers import Workers
@@ -60,47 +62,36 @@ sys.stdout.write("\\nRESULT " + json.dumps([ours, plain]) + "\\n")
 """
 
 
-def run(workers, servers, devices, strategy, options="{}", rows=22):
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("workers", "servers", "devices", "rows", "mode"),
+    [
+        # Quick: equal batches, since each shape is compiled, and `fit` alone.
+        pytest.param(2, 0, 1, 24, "sync", id="ring"),
+        soak(2, 0, 1, 22, "sync", id="unequal-batches"),
+        soak(1, 0, 2, 22, "sync", id="replicas"),
+        soak(2, 1, 1, 22, "sync", id="servers"),
+        soak(1, 1, 1, 22, "async", id="asynchronous"),
+    ],
+)
+def test_the_numbers_are_those_of_plain_keras_compiled(
+    workers, servers, devices, rows, mode
+):
+    # Buckets of few gradients: the backward pass is in several parts.
+    options = {"mode": "async"} if mode == "async" else {"bucket_size": 64}
     env = {
-        **{"DEVICES": str(devices), "STRATEGY": strategy, "OPTIONS": options},
+        "DEVICES": str(devices),
+        "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
+        "OPTIONS": json.dumps(options),
         "ROWS": str(rows),
     }
     with Workers(SCRIPT, workers, servers=servers, env=env, deadline=200) as job:
-        return [worker.result for worker in job.succeed()[:workers]]
-
-
-def same(ours, plain):
-    for mine, theirs in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("workers", "servers", "devices", "rows"),
-    [
-        # Quick: equal batches, since each shape is compiled, and `fit` alone.
-        pytest.param(2, 0, 1, 24, id="ring"),
-        pytest.param(2, 0, 1, 22, id="unequal-batches", marks=pytest.mark.soak),
-        pytest.param(1, 0, 2, 22, id="replicas", marks=pytest.mark.soak),
-        pytest.param(2, 1, 1, 22, id="servers", marks=pytest.mark.soak),
-    ],
-)
-def test_the_numbers_are_those_of_plain_keras_compiled(workers, servers, devices, rows):
-    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
-    # Buckets of few gradients: the backward pass is in several parts.
-    results = run(workers, servers, devices, strategy, '{"bucket_size": 64}', rows)
+        results = [worker.result for worker in job.succeed()[:workers]]
     plain = results[0][1]
     for ours, _ in results:
-        same(ours, plain)
         assert ours == results[0][0]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(240)
-def test_one_asynchronous_worker():
-    options = '{"mode": "async"}'
-    ((ours, plain),) = run(1, 1, 1, "ParameterServerStrategy", options)
-    same(ours, plain)
+        for mine, theirs in zip(ours[0] + ours[1], plain[0] + plain[1], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_an_elastic_job_is_refused():

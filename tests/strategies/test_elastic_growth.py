@@ -24,7 +24,6 @@ sizes = [strategy.size]
 local = [strategy.local_rank, strategy.local_size]
 model = classifier(strategy)
 
-
 class Grow(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         sizes.append(strategy.size)
@@ -43,7 +42,6 @@ class Grow(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if not alone:
             time.sleep(0.01)
-
 
 history = model.fit(
     x, y, batch_size=batch, epochs=8, verbose=0, validation_data=(x[:50], y[:50]),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from elastic_jobs import BEGIN
+from soak import soak
 
 from workers import Finished, Workers
 
@@ -24,10 +25,47 @@ SCRIPT = (
 folder = sys.argv[1]
 ends = json.loads(os.environ.get("ENDS", "{}"))
 units = int(os.environ.get("UNITS", "16"))
-kind = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
-strategy = kind(elastic=True, timeout=60, startup_timeout=60)
-model = classifier(strategy, units=units)
+kind = os.environ.get("KIND", "arrays")
+create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
+options = {}
+if "several" in kind:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2,
+    )
+    options["devices"] = ["CPU:0", "CPU:1"]
+strategy = create(elastic=True, timeout=60, startup_timeout=60, **options)
+model = classifier(
+    strategy, units=units, steps_per_execution=4 if "executions" in kind else 1
+)
 
+class Items(keras.utils.PyDataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        rows = slice(32 * number, 32 * number + 32)
+        return x[rows], y[rows]
+
+def generated():
+    while True:
+        yield from (Items()[number] for number in range(8))
+
+def pairs():
+    rows = tf.data.Dataset.from_tensor_slices((x, y))
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    # Whose last batch has fewer rows than there are replicas.
+    return rows.shuffle(250, seed=3).take(225).batch(32).with_options(options)
+
+data = {
+    "arrays": lambda: dict(x=x, y=y, batch_size=32),
+    "several": lambda: dict(x=pairs()),
+    "several executions": lambda: dict(x=pairs().repeat(), steps_per_epoch=8),
+    "items": lambda: dict(x=Items(workers=2), shuffle=True),
+    "unknown": lambda: dict(x=pairs().filter(lambda a, b: tf.constant(True))),
+    "generator": lambda: dict(x=generated(), steps_per_epoch=8),
+}[kind]()
 
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -35,12 +73,16 @@ def ask():
     while not signal.getsignal(signal.SIGTERM).requested and time.monotonic() < end:
         time.sleep(0.001)
 
-
 class Asked(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
-        self.taken = 0
+        self.taken = self.checks = 0
         self.sizes = []
+
+    def on_test_begin(self, logs=None):
+        self.checks += 1
+        if ends.get("check") == self.checks:
+            ask()
 
     def on_train_batch_begin(self, batch, logs=None):
         self.taken += 1
@@ -50,27 +92,25 @@ class Asked(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.sizes.append(strategy.size)
         if not alone:
-            time.sleep(0.03)
-
+            time.sleep(0.01)
 
 class Slower(keras.callbacks.LearningRateScheduler):
     def __init__(self):
         super().__init__(lambda epoch, rate: rate * 0.9)
-
 
 if "AT_ONCE" in os.environ:
     ask()
 earlier = model.fit(x, y, batch_size=64, epochs=1, verbose=0).history["loss"]
 asked = Asked()
 history = model.fit(
-    x, y, batch_size=32, epochs=4, verbose=2 if strategy.rank == 0 else 0, callbacks=[
+    **data, epochs=4, verbose=2 if strategy.rank == 0 else 0, callbacks=[
         asked,
         Slower(),
         keras.callbacks.EarlyStopping("loss", patience=9, restore_best_weights=True),
         keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=0.05),
         keras.callbacks.CSVLogger(folder + "/log.csv"),
     ],
-    validation_data=(x[:50], y[:50]),
+    validation_data=(x[:50], y[:50]), validation_batch_size=10,
 )
 text = json.dumps([
     history.epoch,
@@ -96,7 +136,7 @@ class Job:
     def run(
         self,
         size: int,
-        ends: dict[int, int] | None = None,
+        ends: dict[int | str, int] | None = None,
         servers: int = 0,
         **env: str | None,
     ) -> list[Finished]:
@@ -147,9 +187,7 @@ def check(finished: Finished, alone: tuple[Any, str], job: Job) -> None:
     assert [row.split(",")[0] for row in job.rows.splitlines()] == first
 
 
-@pytest.mark.parametrize(
-    "ends", [pytest.param({2: 5}, marks=pytest.mark.soak), {0: 11, 2: 17}], ids=str
-)
+@pytest.mark.parametrize("ends", [soak({2: 5}, id="soon"), {0: 11, 2: 17}], ids=str)
 def test_workers_leave_and_nothing_is_repeated(
     alone: tuple[Any, str], tmp_path: Path, ends: dict[int, int]
 ) -> None:
@@ -179,12 +217,9 @@ def test_workers_leave_and_nothing_is_repeated(
     ("before", "after", "servers"),
     [
         (1, 2, 0),
-        pytest.param(2, 3, 0, marks=pytest.mark.soak),
-        pytest.param(3, 2, 0, marks=pytest.mark.soak),
-        pytest.param(2, 1, 0, marks=pytest.mark.soak),
-        pytest.param(3, 2, 2, marks=pytest.mark.soak),
-        pytest.param(1, 2, 1, marks=pytest.mark.soak),
-        pytest.param(2, 1, 1, marks=pytest.mark.soak),
+        soak(2, 3, 0),
+        soak(2, 1, 0),
+        soak(3, 2, 2),
     ],
 )
 def test_the_next_start_continues_in_the_midst_of_the_epoch(
@@ -215,8 +250,35 @@ def test_the_next_start_continues_in_the_midst_of_the_epoch(
     assert job.checkpoints == []
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "kind", ["several", "several executions", "items", "unknown", "generator"]
+)
+def test_one_worker_continues_with_all_kinds_of_data(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "alone").mkdir()
+    alone = Job(tmp_path / "alone")
+    expected = alone.run(1, KIND=kind)[0].result
+    job = Job(tmp_path)
+    # Before the first step; in an epoch; in the validation of one; in the last one.
+    for ends in ({0: 1}, {0: 4}, {"check": 2}, {"check": 4}):
+        (found,) = job.run(1, ends, KIND=kind)
+        assert found.returncode == -signal.SIGTERM, found.output
+        assert "The next start of this script continues there" in found.output
+    (found,) = job.run(1, KIND=kind)
+    check(found, (expected, alone.rows), job)
+    if "several" not in kind:
+        # The replicas' parts of metrics are added up in another order.
+        assert found.result == expected
+    assert job.checkpoints == []
+
+
 def test_a_checkpoint_that_doesnt_fit_is_refused(tmp_path: Path) -> None:
     job = Job(tmp_path)
+    # Before the first step there is nothing to keep.
+    (first,) = job.run(1, AT_ONCE="1")
+    assert first.returncode == -signal.SIGTERM, first.output
+    assert "begins from scratch: no step was taken" in first.output
+    assert job.checkpoints == []
     (first,) = job.run(1, {0: 9})
     assert first.returncode == -signal.SIGTERM
     (path,) = job.checkpoints
@@ -231,11 +293,3 @@ def test_a_checkpoint_that_doesnt_fit_is_refused(tmp_path: Path) -> None:
     (damaged,) = job.run(1)
     assert damaged.returncode == 1
     assert f"{path}: it can't be read" in damaged.output
-
-
-def test_before_the_first_step_there_is_nothing_to_keep(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    (finished,) = job.run(1, TF_CONFIG=None, AT_ONCE="1")
-    assert finished.returncode == -signal.SIGTERM, finished.output
-    assert "begins from scratch: no step was taken" in finished.output
-    assert job.checkpoints == []

@@ -10,123 +10,97 @@ import kerasdist
 from kerasdist.errors import ClusterError
 from kerasdist.strategies.options import Elasticity, elasticity
 
+ELASTIC = {"KERASDIST_ELASTIC": "1"}
+LEAST = {**ELASTIC, "KERASDIST_MIN_WORKERS": "3"}
+GRACE = "KERASDIST_GRACE_SECONDS"
+START = "KERASDIST_START_WORKERS"
+
 
 @pytest.mark.parametrize(
-    ("elastic", "least", "environ", "expected"),
+    ("elastic", "least", "start", "environ", "expected"),
     [
-        (None, None, {}, None),
-        (False, None, {"KERASDIST_ELASTIC": "1"}, None),
-        (None, None, {"KERASDIST_ELASTIC": "0"}, None),
-        (None, None, {"KERASDIST_ELASTIC": "1"}, 1),
-        (None, None, {"KERASDIST_ELASTIC": "1", "KERASDIST_MIN_WORKERS": "3"}, 3),
-        (None, 2, {"KERASDIST_ELASTIC": "1", "KERASDIST_MIN_WORKERS": "3"}, 2),
-        (True, None, {}, 1),
-        (True, 4, {}, 4),
+        (None, None, None, {}, None),
+        (False, None, None, ELASTIC, None),
+        (None, None, None, {"KERASDIST_ELASTIC": "0"}, None),
+        (None, None, None, ELASTIC, Elasticity(1)),
+        (None, None, None, LEAST, Elasticity(3)),
+        (None, 2, None, LEAST, Elasticity(2)),
+        (True, 4, None, {}, Elasticity(4)),
+        (True, None, None, {GRACE: "120"}, Elasticity(1, 120.0)),
+        (True, 2, None, {START: "3"}, Elasticity(2, start_workers=3)),
+        (True, 2, 2, {START: "3"}, Elasticity(2, start_workers=2)),
     ],
 )
 def test_arguments_and_environment(
-    elastic: bool | None, least: int | None, environ: dict[str, str], expected: Any
+    elastic: bool | None,
+    least: int | None,
+    start: int | None,
+    environ: dict[str, str],
+    expected: Any,
 ) -> None:
-    found = elasticity(elastic, least, 4, environ)
-    assert found == (None if expected is None else Elasticity(expected))
-
-
-def test_the_platforms_time_is_that_of_the_environment() -> None:
-    found = elasticity(True, None, 4, {"KERASDIST_GRACE_SECONDS": "120"})
-    assert found == Elasticity(1, 120.0)
+    assert elasticity(elastic, least, 4, environ, start_workers=start) == expected
 
 
 @pytest.mark.parametrize(
-    ("start", "environ", "expected"),
+    ("elastic", "least", "start", "environ", "error", "text"),
     [
-        (None, {}, None),
-        (None, {"KERASDIST_START_WORKERS": "3"}, 3),
-        (2, {"KERASDIST_START_WORKERS": "3"}, 2),
-        (4, {}, 4),
+        ("yes", None, None, {}, TypeError, "elastic='yes'"),
+        (True, True, None, {}, TypeError, "min_workers=True"),
+        (True, 1.0, None, {}, TypeError, "min_workers=1.0"),
+        (True, 0, None, {}, ValueError, "min_workers=0"),
+        (True, 5, None, {}, ValueError, "min_workers=5, with 4 workers"),
+        (False, 2, None, {}, ValueError, "without elastic=True"),
+        (None, 2, None, {}, ValueError, "without elastic=True"),
+        (None, None, None, {"KERASDIST_ELASTIC": "yes"}, ClusterError, "'yes'"),
+        (True, None, None, {"KERASDIST_MIN_WORKERS": "-1"}, ClusterError, "'-1'"),
+        (True, None, None, {GRACE: "0"}, ClusterError, "'0'"),
+        (True, None, None, {GRACE: "inf"}, ClusterError, "'inf'"),
+        (True, None, None, {GRACE: "1 s"}, ClusterError, "'1 s'"),
+        (True, 2, "2", {}, TypeError, "start_workers='2'"),
+        (True, 2, 1, {}, ValueError, "=1, with min_workers=2 and 4 workers"),
+        (True, 2, 5, {}, ValueError, "start_workers=5"),
+        (False, None, 3, {}, ValueError, "start_workers=3 without elastic=True"),
+        (True, 2, None, {START: "x"}, ClusterError, "'x'"),
     ],
 )
-def test_workers_of_the_start(
-    start: int | None, environ: dict[str, str], expected: int | None
+def test_bad_options(
+    elastic: Any, least: Any, start: Any, environ: dict[str, str], error: Any, text: str
 ) -> None:
-    found = elasticity(True, 2, 4, environ, start_workers=start)
-    assert found == Elasticity(2, start_workers=expected)
-
-
-@pytest.mark.parametrize(
-    ("elastic", "start", "environ", "error", "text"),
-    [
-        (True, "2", {}, TypeError, "start_workers='2'"),
-        (True, 1, {}, ValueError, "start_workers=1, with min_workers=2 and 4 workers"),
-        (True, 5, {}, ValueError, "start_workers=5"),
-        (False, 3, {}, ValueError, "start_workers=3 without elastic=True"),
-        (True, None, {"KERASDIST_START_WORKERS": "x"}, ClusterError, "'x'"),
-    ],
-)
-def test_bad_numbers_of_the_start(
-    elastic: bool, start: Any, environ: dict[str, str], error: Any, text: str
-) -> None:
-    least = 2 if elastic else None
     with pytest.raises(error, match=text):
         elasticity(elastic, least, 4, environ, start_workers=start)
 
 
+RING, SERVERS = kerasdist.RingStrategy, kerasdist.ParameterServerStrategy
+TWO = {
+    "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
+    "task": {"type": "worker", "index": 0},
+}
+
+
 @pytest.mark.parametrize(
-    ("elastic", "least", "environ", "error", "text"),
+    ("create", "options", "error", "text"),
     [
-        ("yes", None, {}, TypeError, "elastic='yes'"),
-        (True, True, {}, TypeError, "min_workers=True"),
-        (True, 1.0, {}, TypeError, "min_workers=1.0"),
-        (True, 0, {}, ValueError, "min_workers=0"),
-        (True, 5, {}, ValueError, "min_workers=5, with 4 workers"),
-        (False, 2, {}, ValueError, "without elastic=True"),
-        (None, 2, {}, ValueError, "without elastic=True"),
-        (None, None, {"KERASDIST_ELASTIC": "yes"}, ClusterError, "'yes'"),
-        (True, None, {"KERASDIST_MIN_WORKERS": "-1"}, ClusterError, "'-1'"),
-        (True, None, {"KERASDIST_GRACE_SECONDS": "0"}, ClusterError, "'0'"),
-        (True, None, {"KERASDIST_GRACE_SECONDS": "inf"}, ClusterError, "'inf'"),
-        (True, None, {"KERASDIST_GRACE_SECONDS": "1 s"}, ClusterError, "'1 s'"),
+        (RING, {"transport": "native"}, ValueError, "transport='native'"),
+        (RING, {"transport": "mpi"}, ValueError, "transport='mpi'"),
+        (RING, {"data": "chief"}, ValueError, "data='chief'"),
+        (RING, {"placement": {}, "devices": ["CPU:0"]}, ValueError, "a placement"),
+        (SERVERS, {"mode": "async"}, ClusterError, "can't be .*with elastic=True"),
+        # The data of a chief that may be lost.
+        (SERVERS, {"data": "chief"}, ValueError, "elastic=True with data='chief'"),
+        # Several workers need a server.
+        (SERVERS, {"cluster": TWO}, ClusterError, "--elastic -n 2 --ps 1"),
     ],
 )
-def test_bad_options(
-    elastic: Any, least: Any, environ: dict[str, str], error: Any, text: str
+def test_what_cannot_change_is_refused(
+    create: Any, options: dict[str, Any], error: Any, text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        elasticity(elastic, least, 4, environ)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"transport": "native"}, "transport='native'"),
-        ({"transport": "mpi"}, "transport='mpi'"),
-        ({"data": "chief"}, "data='chief'"),
-        ({"placement": {}, "devices": ["CPU:0"]}, "a placement"),
-    ],
-)
-def test_what_cannot_change_is_refused(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        kerasdist.RingStrategy(elastic=True, **options)
+        create(elastic=True, **options)
 
 
 def test_asynchronous_servers_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ClusterError, match=r"can't be elastic.*with elastic=True"):
-        kerasdist.ParameterServerStrategy(mode="async", elastic=True)
     monkeypatch.setenv("KERASDIST_ELASTIC", "1")
     with pytest.raises(ClusterError, match=r"can't be elastic.*KERASDIST_ELASTIC='1'"):
-        kerasdist.ParameterServerStrategy(mode="async")
+        SERVERS(mode="async")
     with pytest.raises(ValueError, match="min_workers=2 without elastic=True"):
-        kerasdist.ParameterServerStrategy(mode="async", min_workers=2, elastic=False)
-
-
-def test_servers_refuse_the_data_of_a_chief_that_may_be_lost() -> None:
-    with pytest.raises(ValueError, match="elastic=True with data='chief'"):
-        kerasdist.ParameterServerStrategy(elastic=True, data="chief")
-
-
-def test_several_workers_need_a_server() -> None:
-    cluster = {
-        "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
-        "task": {"type": "worker", "index": 0},
-    }
-    with pytest.raises(ClusterError, match="--elastic -n 2 --ps 1"):
-        kerasdist.ParameterServerStrategy(elastic=True, cluster=cluster)
+        SERVERS(mode="async", min_workers=2, elastic=False)

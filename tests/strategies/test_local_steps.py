@@ -28,7 +28,7 @@ def counted(self, given, *args, **more):
 CheckedCommunicator.all_reduce = counted
 
 rng = np.random.default_rng(0)
-x = rng.normal(size=(250, 8)).astype("float32")
+x = rng.normal(size=(249, 8)).astype("float32")
 y = (x.sum(1) > 0).astype("float32")
 
 def model(statistics=False):
@@ -41,7 +41,7 @@ def model(statistics=False):
         keras.layers.Dense(1, activation="sigmoid"),
     ])
 
-def train(local_steps, optimizer=None, epochs=2, statistics=False, fit={}, **compile):
+def train(local_steps, optimizer=None, statistics=False, **compile):
     global sent
     strategy = kerasdist.RingStrategy(timeout=60, local_steps=local_steps)
     with strategy.scope():
@@ -53,10 +53,9 @@ def train(local_steps, optimizer=None, epochs=2, statistics=False, fit={}, **com
     m.fit(x, y, batch_size=64, epochs=1, verbose=0)
     sent, folder = 0, tempfile.mkdtemp()
     history = m.fit(
-        x, y, batch_size=64, epochs=epochs, verbose=0, validation_data=(x, y),
+        x, y, batch_size=64, epochs=2, verbose=0, validation_data=(x, y),
         callbacks=[keras.callbacks.ModelCheckpoint(folder + "/{epoch}.weights.h5",
                                                    save_weights_only=True)],
-        **fit,
     )
     return {
         "history": history.history,
@@ -67,22 +66,15 @@ def train(local_steps, optimizer=None, epochs=2, statistics=False, fit={}, **com
         "size": sum(w.nbytes for w in m.get_weights()),
     }
 
-adam = lambda: keras.optimizers.Adam(0.01)
+adam = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
 one = kerasdist.LocalSteps(1, outer=keras.optimizers.SGD(1.0))
 results = {
     "sync": train(None),
     "1": train(one),
     "2": train(2),
     "4": train(4),
-    "diloco": train(kerasdist.LocalSteps(2, outer="nesterov"), adam),
-    "adam": train(3, adam, statistics=True),
-    "jit": train(2, jit_compile=True),
-    "several": train(4, steps_per_execution=2),
-    "windows": train(
-        2, lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-    ),
-    "scaled": train(2, lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1))),
+    "adam": train(kerasdist.LocalSteps(2, outer="nesterov"), adam, statistics=True),
+    "several": train(4, steps_per_execution=2, jit_compile=True),
 }
 
 # (w - c)^2 / 2 with another c on each rank, in float64.
@@ -115,9 +107,7 @@ before = float(np.float64(m.get_weights()[0]).sum())
 m.evaluate(x, y, verbose=0)
 results["by batch"] = [before, float(np.float64(m.get_weights()[0]).sum())]
 
-m.train_on_batch(x[:32], y[:32])
 m.fit(x[:64], y[:64], verbose=2)
-
 with strategy.scope():
     m.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=2)
 try:
@@ -130,12 +120,12 @@ print("RESULT", json.dumps(results), flush=True)
 
 @pytest.fixture(scope="module")
 def jobs():
-    with Workers(SCRIPT, 2, deadline=300) as job:
+    with Workers(SCRIPT, 2, deadline=200) as job:
         ended = job.succeed()
     return [finished.result | {"lines": finished.output} for finished in ended]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def results(jobs):
     return jobs[0]
 
@@ -154,7 +144,7 @@ def test_all_ranks_end_with_the_same(jobs):
 
 
 def test_one_local_step_of_sgd_is_a_step_of_all(results):
-    """Also with a last batch whose rows don't divide: 250 rows in batches of 64."""
+    """Also with a last batch whose rows don't divide: 249 rows in batches of 64."""
     near(results["1"], results["sync"], 1e-5)
     np.testing.assert_allclose(
         results["1"]["history"]["loss"], results["sync"]["history"]["loss"], atol=1e-5
@@ -170,9 +160,7 @@ def test_bytes_are_divided_by_the_number_of_steps(results):
     assert sent["4"] < 0.5 * sent["sync"]
 
 
-@pytest.mark.parametrize(
-    "name", ["2", "4", "diloco", "adam", "jit", "several", "windows", "scaled"]
-)
+@pytest.mark.parametrize("name", ["2", "adam", "several"])
 def test_training_evaluating_and_saving_mean_what_they_mean(results, name):
     found = results[name]
     history = found["history"]
@@ -181,9 +169,8 @@ def test_training_evaluating_and_saving_mean_what_they_mean(results, name):
     assert found["files"] == ["1.weights.h5", "2.weights.h5"]
 
 
-def test_a_compiled_step_and_several_in_a_call_are_the_same(results):
-    near(results["jit"], results["2"], 1e-4)
-    near(results["several"], results["4"], 1e-5)
+def test_compiled_steps_several_in_a_call_are_the_same(results):
+    near(results["several"], results["4"], 1e-4)
 
 
 def test_a_quadratic_follows_its_closed_form(jobs):
@@ -203,30 +190,22 @@ def test_on_batch_methods(jobs):
     assert after == same
 
 
-def test_the_start_up_line_says_it(results):
+def test_what_is_said(results):
     assert "weights averaged every 5 steps" in results["lines"]
-
-
-def test_several_steps_in_a_call_must_fit(results):
     assert "local_steps=5 with steps_per_execution=2" in results["refused"]
 
 
 def test_one_worker_is_plain_training():
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     found = []
-    for local_steps in (
-        None,
-        3,
-        kerasdist.LocalSteps(3, outer=keras.optimizers.SGD(1.0)),
-    ):
+    for local_steps in (None, 3):
         keras.utils.set_random_seed(1)
         with kerasdist.RingStrategy(local_steps=local_steps).scope():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
             model.compile(keras.optimizers.Adam(), "mse")
         model.fit(x, x[:, :3], batch_size=8, verbose=0)
         found.append(model.get_weights()[0])
-    np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +221,5 @@ def test_one_worker_is_plain_training():
 def test_wrong_options(options, said):
     with pytest.raises(ValueError, match=f"Received: .*{said}"):
         kerasdist.RingStrategy(**options)
-
-
-def test_wrong_outer_optimizers():
-    for outer in ("adam", keras.optimizers.Adam(), 0.7):
-        with pytest.raises(ValueError, match="Received: outer="):
-            kerasdist.LocalSteps(2, outer=outer)
+    with pytest.raises(ValueError, match="Received: outer="):
+        kerasdist.LocalSteps(2, outer=keras.optimizers.Adam())

@@ -5,13 +5,16 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from devices import TWO_LAYERS
-
-from places import SCRIPTS_PATH
-from workers import Workers
+from devices import TWO_LAYERS, running
 
 
-def test_it_says_what_is_wrong_before_it_trains():
+@pytest.fixture(scope="module")
+def run():
+    with running("from pathlib import Path\n" + TWO_LAYERS) as run:
+        yield run
+
+
+def test_it_says_what_is_wrong_before_it_trains(run):
     script = """
     strategy = kerasdist.ModelParallelStrategy
     found = {
@@ -35,10 +38,9 @@ def test_it_says_what_is_wrong_before_it_trains():
             found[name] = message(model.compile, "sgd", "mse", **options)
         data = (x,) if name == "predict" else (x, y)
         found[name] = found[name] or message(getattr(model, name), *data, verbose=0)
-    print("RESULT", json.dumps(found))
+    result(found)
     """
-    with Workers(TWO_LAYERS + textwrap.dedent(script), 1) as job:
-        found = job.succeed()[0].result
+    found = run(script)
 
     begin = {
         "no mapping": "TypeError: `placement` must be a mapping from patterns",
@@ -56,7 +58,7 @@ def test_it_says_what_is_wrong_before_it_trains():
     assert {name: found[name][: len(text)] for name, text in begin.items()} == begin
 
 
-def test_what_no_pattern_matches_goes_with_its_caller_then_to_the_first_device():
+def test_what_no_pattern_matches_goes_with_its_caller_then_to_the_first_device(run):
     script = """
     def devices(model):
         return {v.path.partition("/")[2]: device(v) for v in model.variables}
@@ -100,12 +102,9 @@ def test_what_no_pattern_matches_goes_with_its_caller_then_to_the_first_device()
     # By single batches.
     logs = model.train_on_batch(x, y), model.test_on_batch(x, y)
     found["on batch"] = [len(model.predict_on_batch(x)), logs[1] < logs[0]]
-    print("RESULT", json.dumps(found))
+    result(found)
     """
-    with Workers(
-        TWO_LAYERS + textwrap.dedent(script), 1, env={"TF_CONFIG": None}
-    ) as job:
-        found = job.succeed()[0].result
+    found = run(script)
 
     def both(layer, name):
         return {f"{layer}/kernel": name, f"{layer}/bias": name}
@@ -121,13 +120,11 @@ def test_what_no_pattern_matches_goes_with_its_caller_then_to_the_first_device()
     assert found["on batch"] == [4, True]
 
 
-def test_saved_models_have_no_devices_and_the_report_prices_what_moves(tmp_path):
+def test_saved_models_have_no_devices_and_the_report_prices_what_moves(run, tmp_path):
     script = """
-    import sys, warnings, zipfile
-    from pathlib import Path
+    import zipfile
     from tensorflow.core.protobuf import saved_model_pb2
 
-    folder = Path(sys.argv[1])
     strategy = kerasdist.ModelParallelStrategy({"first": "CPU:1", "second": "CPU:2"})
     with strategy.scope():
         model = two_layers()
@@ -171,23 +168,11 @@ def test_saved_models_have_no_devices_and_the_report_prices_what_moves(tmp_path)
         n.name for n in nodes if "CPU:1" in n.device or "CPU:2" in n.device
     ]
     served = tf.saved_model.load(folder / "exported")
-    served = served.serve(x), served
-    found["same"].append(bool(np.allclose(served[0], expected, rtol=1e-6)))
+    found["same"].append(bool(np.allclose(served.serve(x), expected, rtol=1e-6)))
 
-    with strategy.scope():
-        model = two_layers()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.compile("sgd", "mse", run_eagerly=True)
-            model.fit(x, y, verbose=0)
-        found["warned"] = sorted({str(w.message)[:26] for w in caught})
-        found["eager"] = [device(v) for v in model.weights]
-    print("RESULT", json.dumps(found))
+    result(found)
     """
-    script = TWO_LAYERS + textwrap.dedent(script)
-    args = [str(tmp_path)]
-    with Workers(script, 1, args=args, env={"TF_CONFIG": None}) as job:
-        found = job.succeed()[0].result
+    found = run(f"folder = Path({str(tmp_path)!r})" + textwrap.dedent(script))
 
     assert found["kinds"] == ["train"]
     assert found["rows"] == 4
@@ -202,14 +187,11 @@ def test_saved_models_have_no_devices_and_the_report_prices_what_moves(tmp_path)
     assert found["loaded"] == [["CPU:0"] * 6, first]
     assert found["same"] == [True, True, True]
     assert found["exported"] == []
-    assert "With run_eagerly=True the " in found["warned"]
-    assert found["eager"] == ["CPU:1"] * 2 + ["CPU:2"] * 2
 
 
-def test_models_that_arent_compiled_predict():
+def test_models_that_arent_compiled_predict(run):
     """An encoder is never compiled; its optimizer was asked for."""
-    script = """
-    expected = None
+    found = run("""
     found = []
     for placement in ({}, {"first": "CPU:1", "second": "CPU:2"}, "auto"):
         with kerasdist.ModelParallelStrategy(
@@ -218,18 +200,14 @@ def test_models_that_arent_compiled_predict():
             keras.utils.set_random_seed(1)
             model = two_layers()
             model.build((None, 8))
-        predicted = model.predict(x, verbose=0)
-        expected = predicted if expected is None else expected
-        found.append(float(abs(predicted - expected).max()))
-        found.append(float(abs(model.predict_on_batch(x) - expected).max()))
-    result(found)
-    """
-    with Workers(TWO_LAYERS + textwrap.dedent(script), 1) as job:
-        assert max(job.succeed()[0].result) < 1e-6
+        found += [model.predict(x, verbose=0), model.predict_on_batch(x)]
+    result([float(abs(each - found[0]).max()) for each in found])
+    """)
+    assert max(found) < 1e-6
 
 
 @pytest.mark.soak
-def test_a_pattern_may_wait_for_a_later_model_beside_a_catch_all():
+def test_a_pattern_may_wait_for_a_later_model_beside_a_catch_all(run):
     script = """
     import warnings
     strategy = kerasdist.ModelParallelStrategy({"second": "CPU:1", ".*": "CPU:2"})
@@ -243,42 +221,14 @@ def test_a_pattern_may_wait_for_a_later_model_beside_a_catch_all():
     said = [str(w.message) for w in caught if "Patterns" in str(w.message)]
     result([said, device(model.variables[0])])
     """
-    with Workers(TWO_LAYERS + textwrap.dedent(script), 1) as job:
-        said, place = job.succeed()[0].result
+    said, place = run(script)
     (text,) = said
     assert text.startswith("Patterns of the placement match no layer. Received: 'sec")
     assert text.endswith("unless a later model has it.")
     assert place == "CPU:1"
 
 
-@pytest.mark.soak
-@pytest.mark.soak
-def test_models_that_only_their_own_step_can_build():
-    """Without `call` Keras's build before the first step failed."""
-    script = """
-    sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
-    from cases import CASES
-
-    names = ["autoencoder_without_call", "two_optimizers_and_dictionaries"]
-    found = []
-    for name in [*names, "triplets_in_a_tuple"]:
-        plain = CASES[name](contextlib.nullcontext)
-        keras.backend.clear_session()
-        strategy = kerasdist.ModelParallelStrategy(
-            {r".*_\\d*[13579]": "CPU:1", ".*": "CPU:2"}
-        )
-        placed = CASES[name](strategy.scope)
-        found += [
-            float(np.max(np.abs(np.subtract(plain[key], placed[key])))) for key in plain
-        ]
-    result(found)
-    """
-    env = {"TESTS": SCRIPTS_PATH}
-    with Workers(TWO_LAYERS + textwrap.dedent(script), 1, env=env, deadline=200) as job:
-        assert max(job.succeed()[0].result) < 1e-5
-
-
-def test_layers_that_were_built_outside_of_the_scope_are_trained_in_their_place():
+def test_layers_that_were_built_outside_of_the_scope_are_trained_in_their_place(run):
     script = """
     strategy = kerasdist.ModelParallelStrategy({"first": "CPU:1", ".*": "CPU:0"})
     outside = keras.layers.Dense(4, name="first")
@@ -291,10 +241,9 @@ def test_layers_that_were_built_outside_of_the_scope_are_trained_in_their_place(
     model.fit(x, np.ones((len(x), 1)), epochs=1, verbose=0)
     devices = {v.path: v.value.device[-5:] for v in model.optimizer.variables}
     moved = bool(np.abs(outside.get_weights()[0] - before).max() > 0)
-    print("RESULT", json.dumps([moved, outside.kernel.value.device[-5:], devices]))
+    result([moved, outside.kernel.value.device[-5:], devices])
     """
-    with Workers(TWO_LAYERS + textwrap.dedent(script), 1) as job:
-        moved, device, slots = job.succeed()[0].result
+    moved, device, slots = run(script)
     assert moved
     assert device == "CPU:1"
     found = {path: where for path, where in slots.items() if "first_kernel" in path}

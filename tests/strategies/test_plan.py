@@ -26,10 +26,6 @@ def build() -> keras.Model:
     )
 
 
-def limits(size: int | str, *names: str) -> dict[str, int | str]:
-    return dict.fromkeys(names or ("GPU:0", "GPU:1"), size)
-
-
 def test_a_plan_for_devices_that_are_not_here():
     plan = kerasdist.plan(
         build,
@@ -45,42 +41,29 @@ def test_a_plan_for_devices_that_are_not_here():
     assert first.parameter_bytes == 4 * (64 * 256 + 256)
     assert first.slot_bytes == 2 * first.parameter_bytes
     assert "16 GB" in str(plan)
-    assert plan.layers[0].path in str(plan)
-
-
-def test_the_names_are_those_that_the_model_gets_afterwards():
-    plan = kerasdist.plan(build, ["CPU:0"], batch_size=4)
-    model = build()
-    assert list(plan.placement) == [layer.path for layer in model.layers]
+    assert first.path in str(plan)
+    # The names are those that the model gets afterwards.
+    assert list(plan.placement) == [layer.path for layer in build().layers]
+    with pytest.raises(ValueError, match=r"Received: batch_size=0; expected integers"):
+        kerasdist.plan(build, batch_size=0)
 
 
 def test_when_nothing_fits_it_says_what_would():
+    given = {"batch_size": 32, "optimizer": "adam", "memory_limits": 3 * MB}
     with pytest.raises(kerasdist.errors.PlanError) as caught:
-        kerasdist.plan(
-            build,
-            ["GPU:0"],
-            batch_size=32,
-            optimizer="adam",
-            memory_limits=[3 * MB],
-        )
+        kerasdist.plan(build, ["GPU:0"], **given)
     assert any("more device" in line for line in caught.value.advice)
     assert not caught.value.plan.fits
     more = len(caught.value.plan.devices) + int(caught.value.advice[0].split()[0])
     names = [f"GPU:{i}" for i in range(more)]
-    assert kerasdist.plan(
-        build, names, batch_size=32, optimizer="adam", memory_limits=3 * MB
-    ).fits
+    assert kerasdist.plan(build, names, **given).fits
 
 
-def test_memory_of_this_machine():
+def test_memory_of_this_machine_and_of_other_workers():
     (cpu,) = find_devices(["/device:CPU:0"])
     assert cpu.name == "CPU:0"
-    assert cpu.memory_limit is not None
     assert cpu.memory_limit > 100 * MB
     assert "memory" in cpu.found
-
-
-def test_devices_of_other_workers():
     name = "/job:worker/task:1/device:GPU:0"
     (device,) = find_devices(["/job:worker/task:1/GPU:0"], {name: "1GB"})
     assert (device.name, device.memory_limit) == (name, 10**9)
@@ -98,10 +81,7 @@ def test_devices_of_other_workers():
             {"names": ["CPU:0"], "memory_limits": {"GPU:0": 1}},
             r"^`memory_limits` names devices that aren't planned for",
         ),
-        (
-            {"names": ["CPU:0"], "memory_limits": [1, 2]},
-            r"2 sizes for 1 devices\.$",
-        ),
+        ({"names": ["CPU:0"], "memory_limits": [1, 2]}, r"2 sizes for 1 devices\.$"),
         ({"names": ["CPU:0"], "memory_limits": 0}, r"^A memory limit must be"),
         ({"names": ["CPU:0"], "memory_limits": "0"}, r"^A size must be"),
     ],
@@ -109,11 +89,6 @@ def test_devices_of_other_workers():
 def test_wrong_devices(given, message):
     with pytest.raises(ValueError, match=message):
         find_devices(**given)
-
-
-def test_a_wrong_batch_size():
-    with pytest.raises(ValueError, match=r"Received: batch_size=0; expected integers"):
-        kerasdist.plan(build, batch_size=0)
 
 
 # The command.
@@ -157,12 +132,6 @@ def test_the_command_prints_the_tables(script, capsys):
     assert "8 GB" in text
 
 
-def test_the_command_says_what_would_fit(script, capsys):
-    given = ["plan", f"{script}:build_model", "--devices", "GPU:0", "--memory", "1MB"]
-    assert cli.main([*given, "--batch-size", "8", "--optimizer", "adam"]) == 1
-    assert "What would fit:\n  - " in capsys.readouterr().err
-
-
 def test_json_has_the_figures_of_the_tables(script, capfd):
     given = [
         *("plan", f"{script}:build_model", "--devices", "GPU:0,GPU:1", "--json"),
@@ -185,10 +154,12 @@ def test_json_has_the_figures_of_the_tables(script, capfd):
     assert sum(device["work"] for device in found["devices"]) == pytest.approx(1.0)
 
 
-def test_json_when_nothing_fits(script, capfd):
+def test_what_would_fit_in_words_and_as_json(script, capfd):
     given = ["plan", f"{script}:build_model", "--devices", "GPU:0", "--memory", "1MB"]
-    given += ["--batch-size", "8", "--optimizer", "adam", "--json"]
+    given += ["--batch-size", "8", "--optimizer", "adam"]
     assert cli.main(given) == 1
+    assert "What would fit:\n  - " in capfd.readouterr().err
+    assert cli.main([*given, "--json"]) == 1
     found = json.loads(capfd.readouterr().out)
     assert (found["ok"], found["fits"]) == (False, False)
     assert found["error"]["type"] == "PlanError"
@@ -212,40 +183,18 @@ def test_json_of_a_script_that_prints_and_fails(script, capfd):
     assert "more noise" in err
 
 
-def test_json_of_wrong_arguments(capfd):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["plan", "--json", "no.py:build", "--batch-size", "8", "--bogus"])
-    out, err = capfd.readouterr()
-    assert json.loads(out)["error"] == {
-        "type": "UsageError",
-        "message": "unrecognized arguments: --bogus",
-    }
-    assert "usage: kerasdist plan" in err
-
-
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("arguments", "message"),
     [
         ("train.py", "expected a script and a function"),
         ("missing.py:build", "there is no script 'missing.py'"),
         ("missing_module:build", "there is no module 'missing_module'"),
         ("json:nothing", "json has no function 'nothing'"),
+        ("a.py:b --batch-size 0", "must be an integer above 0"),
+        ("a.py:b --memory much", "A size must be a number of bytes"),
     ],
 )
-def test_what_the_command_can_not_load(model, message, capsys):
+def test_wrong_arguments_of_the_command(arguments, message, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["plan", model, "--batch-size", "8"])
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("--batch-size", "0", "must be an integer above 0"),
-        ("--memory", "much", "A size must be a number of bytes"),
-    ],
-)
-def test_wrong_options_of_the_command(option, value, message, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        cli.main(["plan", "a.py:b", "--batch-size", "8", option, value])
+        cli.main(["plan", "--batch-size", "8", *arguments.split()])
     assert message in capsys.readouterr().err

@@ -129,26 +129,14 @@ def lossy_job(
     return first
 
 
-def differences(
-    ours: Mapping[str, Any], expected: Mapping[str, Any], *, exact: bool = False
-) -> list[str]:
-    """Return what differs between numbers by more than rounding, or at all."""
+def differences(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Return what differs between numbers by more than rounding."""
     if ours.keys() != expected.keys():
         return [f"{sorted(ours)} instead of {sorted(expected)}"]
     faults = []
     for key, value in expected.items():
-        if exact:
-            if np.asarray(ours[key]).tobytes() != np.asarray(value).tobytes():
-                faults.append(f"{key}: other bits")
-            continue
-        coarse = "coarse" in key
         try:
-            np.testing.assert_allclose(
-                ours[key],
-                value,
-                rtol=3e-2 if coarse else 1e-5,
-                atol=3e-2 if coarse else 1e-6,
-            )
+            np.testing.assert_allclose(ours[key], value, rtol=1e-5, atol=1e-6)
         except AssertionError as error:
             faults.append(f"{key}: {' '.join(str(error).split())[:300]}")
     return faults

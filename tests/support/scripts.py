@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["NOTING", "PRELUDE"]
+__all__ = ["NOTING", "PRELUDE", "long_fit"]
 
 PRELUDE = """
 import contextlib, hashlib, json, os, signal, sys, time
@@ -71,3 +71,44 @@ def noting(rate):
     return model
 
 """
+
+_LONG_FIT = """
+strategy = STRATEGY(
+    heartbeat_timeout=HEARTBEAT, timeout=40, startup_timeout=60)
+with strategy.scope():
+    m = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    m.compile("sgd", "mse")
+x = np.ones((64, 8), "float32")
+
+class Say(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            print("training", flush=True)
+        FAULT
+
+try:
+    m.fit(x, x[:, :4], batch_size=16, epochs=EPOCHS, verbose=0, callbacks=[Say()])
+except kerasdist.errors.CollectiveError as error:
+    facts = {name: getattr(error, name, None)
+             for name in ("rank", "index", "host", "step")}
+    result({
+        "class": type(error).__name__, "message": str(error), "at": time.time(), **facts
+    })
+    sys.exit(7)
+"""
+
+
+def long_fit(
+    strategy: str, fault: str = "pass", epochs: int = 100_000, heartbeat: float = 30.0
+) -> str:
+    """A `fit` that says when it trains, has a fault, and tells the error that ends it.
+
+    Args:
+        strategy: The strategy's name.
+        fault: A statement that is run at the end of each `epoch`.
+        epochs: How many epochs there are.
+        heartbeat: The strategy's `heartbeat_timeout`.
+    """
+    script = PRELUDE + _LONG_FIT.replace("STRATEGY", f"kerasdist.{strategy}")
+    script = script.replace("FAULT", fault).replace("EPOCHS", str(epochs))
+    return script.replace("HEARTBEAT", str(heartbeat))

@@ -1,6 +1,6 @@
 """Steps that are repeated after a change of the workers: the numbers stay the same.
 
-Other steps, with real losses, are in `test_elastic_equivalence`.
+Other steps, with real losses, are in `test_elastic_moments`.
 """
 
 from __future__ import annotations

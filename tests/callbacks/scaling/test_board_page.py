@@ -16,11 +16,6 @@ from kerasdist.strategies.measure.communication import StepTimes
 pytestmark = pytest.mark.timeout(170)
 
 
-@pytest.fixture(scope="module")
-def pictured() -> None:
-    need_browser()
-
-
 # What TensorBoard's page is made of stands in shadow trees: this goes through them.
 _FIND = """
 const found = [];
@@ -113,8 +108,15 @@ def lines(paths: list[str], colors: list[str]) -> set[str]:
     }
 
 
-@pytest.mark.usefixtures("pictured")
+def test_each_tag_is_in_one_chart(tmp_path):
+    _, tags = write(tmp_path)
+    patterns = [tag for c in summaries.CHARTS.values() for tag in c.values()]
+    for tag in tags:
+        assert sum(bool(re.fullmatch(pattern, tag)) for pattern in patterns) == 1, tag
+
+
 def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
+    need_browser()
     logs = tmp_path / "logs"
     headline, tags = write(logs)
     # How many lines are in each chart.

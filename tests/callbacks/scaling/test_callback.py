@@ -3,7 +3,7 @@
 Each job of several workers trains twice: with a rank whose layers are slow, and with
 data that come slowly, an optimizer that is slow, and a callback that is. How slow is
 known: a part of a step takes as long at least, and more where the machine is busy with
-something else. What they add up to is measured by the clock.
+something else.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util import tensor_util
 
 import kerasdist
 from board import Board, near, series, text
-from kerasdist.callbacks import ScalingTensorBoard, summaries
+from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.callbacks.summaries import PHASES
 from workers import Workers
 
@@ -39,19 +38,12 @@ import numpy as np
 import tensorflow as tf
 import kerasdist
 from kerasdist.callbacks import ScaleLearningRate, ScalingTensorBoard
-from kerasdist.parameter_server.client.remote_table import RemoteTable
 
 # Or who sleeps in a graph would hold up all others that want the one thread.
 tf.config.threading.set_inter_op_parallelism_threads(4)
 kind, folder = os.environ["KIND"], os.environ["FOLDER"]
-replicas = kind == "ring replicas"
-if replicas:
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * 2)
-    strategy = kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"], timeout=60)
-elif kind.startswith("ring"):
-    strategy = kerasdist.RingStrategy(transport=kind[5:], timeout=60)
+if kind == "ring":
+    strategy = kerasdist.RingStrategy(transport="shared_memory", timeout=60)
 else:
     strategy = kerasdist.ParameterServerStrategy(kind, timeout=60, heartbeat_timeout=5)
 rank, asynchronous = strategy.rank, kind == "async"
@@ -74,13 +66,7 @@ class Slow(keras.layers.Layer):
     def call(self, inputs):
         if not self.seconds:
             return inputs
-        one = tf.constant(1.0)
-        context = tf.distribute.get_replica_context()
-        if not replicas or context is None:
-            return inputs * sleep(self.seconds)(one)
-        # The first replica waits for the second one.
-        second = tf.convert_to_tensor(context.replica_id_in_sync_group) % 2 > 0
-        return inputs * tf.cond(second, lambda: sleep(self.seconds)(one), lambda: one)
+        return inputs * sleep(self.seconds)(tf.constant(1.0))
 
 class SlowSGD(keras.optimizers.SGD):
     def update_step(self, gradient, variable, learning_rate):
@@ -99,51 +85,24 @@ def build(seconds, optimizer):
     return m
 
 class Watch(keras.callbacks.Callback):
-    '''Another measurement: the clock, the samples, the counters.'''
+    '''Another measurement: the counters.'''
 
     def __init__(self, seconds=0.0):
         super().__init__()
         self.seconds = seconds
-        self.spent, self.sent, self.before, self.rows = [], [], None, 0
-        # As `spent`, but without what comes before an epoch's first step.
-        self.stepping = []
-        # By epoch how often weights were read at which staleness.
-        self.reads = []
-
-    def on_train_begin(self, logs=None):
-        exchange = RemoteTable.push_pull
-        def push_pull(table, deltas):
-            pulled = exchange(table, deltas)
-            lag = str(pulled.staleness)
-            self.reads[-1][lag] = self.reads[-1].get(lag, 0) + 1
-            return pulled
-        RemoteTable.push_pull, self.exchange = push_pull, exchange
+        self.sent, self.before = [], None
 
     def on_epoch_begin(self, epoch, logs=None):
-        self.begin = self.first = time.perf_counter()
         self.before = None
-        self.reads.append({})
 
     def on_train_batch_begin(self, batch, logs=None):
-        if batch == 0:
-            self.first = time.perf_counter()
         now = counter()
         if self.before is not None:
             self.sent.append(now - self.before)
         self.before = now
         time.sleep(self.seconds)
 
-    def on_epoch_end(self, epoch, logs=None):
-        end = time.perf_counter()
-        self.spent.append(end - self.begin)
-        self.stepping.append(end - self.first)
-
-    def on_train_end(self, logs=None):
-        RemoteTable.push_pull = self.exchange
-
 def counter():
-    if kind == "ring tcp":
-        return strategy.communicator.transport.bytes_sent
     return getattr(strategy, "bytes_sent", 0)
 
 def run(name, m, data, watch, epochs=4, callbacks=(), **more):
@@ -153,12 +112,8 @@ def run(name, m, data, watch, epochs=4, callbacks=(), **more):
     m.fit(
         **data, epochs=epochs, verbose=0, callbacks=[*callbacks, board, watch], **more)
     facts = {
-        "spent": watch.spent[1:],
-        "stepping": watch.stepping[1:],
         "sent": statistics.median(watch.sent),
         "gradients": sum(4 * v.numpy().size for v in m.trainable_weights),
-        "steps": int(m.optimizer.iterations),
-        "reads": watch.reads,
     }
     if board.figures is not None:
         facts["figures"] = dataclasses.asdict(board.figures)
@@ -195,69 +150,6 @@ ALL = "examples_per_second/all"
 CONSTANTS = f"SLOW, READ, UPDATE, CALLBACK = {SLOW}, {READ}, {UPDATE}, {CALLBACK}\n"
 
 
-def train(kind, folder):
-    servers = 0 if kind.startswith("ring") else 1
-    env = {"KIND": kind, "FOLDER": str(folder)}
-    with Workers(
-        CONSTANTS + SCRIPT + BODY, 2, env=env, deadline=120, servers=servers
-    ) as job:
-        finished = job.succeed()[:2]
-    return [one.result for one in finished], finished[0].output
-
-
-KINDS = ("ring shared_memory", "ring tcp", "ring replicas", "sync", "async")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_figure_is_what_another_measurement_says(kind, tmp_path):
-    (chief, other), output = train(kind, tmp_path)
-    check_counts(kind, chief, other, output, tmp_path)
-    asynchronous = kind == "async"
-    slow, late = chief["slow"], chief["input"]
-    figures, throttled = slow["figures"], late["figures"]
-
-    # Examples per second: the clock and the number of samples.
-    for name, epochs in (("slow", 3), ("input", 2)):
-        found = chief[name]["figures"]
-        whole, overall = sum(found["by_rank"].values()), found["examples_per_second"]
-        if asynchronous:
-            # Who is done with an epoch has the others' time left.
-            assert whole > 0.75 * overall
-            continue
-        spent, stepping = (
-            [*zip(chief[name][key], other[name][key], strict=True)]
-            for key in ("spent", "stepping")
-        )
-        # An epoch begins by making an iterator, which may take long.
-        least = 240 * epochs / sum(max(both) for both in spent)
-        most = 240 * epochs / sum(min(both) for both in stepping)
-        assert 0.75 * least < overall < 1.25 * most
-        assert near(whole, overall, 0.25)
-        assert near(found["step_seconds"], found["global_batch"] / overall, 0.3)
-
-    # The rank that is slow, by how much, and in what.
-    assert figures["slowest"] == 1
-    assert figures["slow_part"] == "compute"
-    assert figures["lag"] > 0.6 * SLOW
-    board = Board(tmp_path / "slow" / "scaling")
-    assert series(board, "straggler/rank")[-1][1] == 1
-    lags = [lag for _, lag in series(board, "straggler/lag_seconds")]
-    assert np.median(lags) > 0.6 * SLOW
-    if not asynchronous:
-        assert slow["verdict"]["limit"] == "straggler"
-        assert "rank 1" in slow["verdict"]["headline"]
-        # Of two workers one waits.
-        assert figures["phases"]["wait"] > 0.6 * SLOW / 2
-        if kind != "ring replicas":  # the ends of their iterators may wait for long
-            middle = float(np.median([speed for _, speed in series(board, ALL)]))
-            assert near(middle, figures["examples_per_second"], 0.3)
-
-    # Data that come late; where batches are dealt out, each worker reads all of them.
-    assert late["verdict"]["limit"] == "input", throttled["phases"]
-    assert figures["link"] > figures["bandwidth"] > 0
-
-
 def check_counts(kind, chief, other, output, folder):
     """Sizes, numbers, sleeps that are contained, and all of that in the file."""
     asynchronous = kind == "async"
@@ -283,7 +175,7 @@ def check_counts(kind, chief, other, output, folder):
     assert phases["outside"] > CALLBACK
 
     # Bytes: the counters of the transport. Frames' headers are a few.
-    if kind in ("ring shared_memory", "ring replicas"):
+    if kind == "ring":
         # Each gradient begins at a multiple of 64 bytes.
         more = figures["bytes_per_step"] - slow["gradients"]
         assert 0 <= more < 64 * 4
@@ -297,12 +189,6 @@ def check_counts(kind, chief, other, output, folder):
         counts.update({int(lag): n for lag, n in facts["staleness"].items()})
     assert {int(lag): n for lag, n in figures["staleness"].items()} == dict(counts)
     assert bool(counts) == asynchronous
-    # By epoch, which is a window: what was seen when it was read.
-    reads = [collections.Counter() for _ in range(4)]
-    for facts in (chief, other):
-        for window, seen in zip(reads, facts["slow"]["reads"], strict=True):
-            window.update({int(lag): n for lag, n in seen.items()})
-    assert sum(reads, collections.Counter()) == counts
     if asynchronous:
         # And what the server has counted, which isn't asked by the callback.
         for rank, facts in enumerate((chief, other)):
@@ -312,7 +198,7 @@ def check_counts(kind, chief, other, output, folder):
     board = Board(folder / "slow" / "scaling")
     check_file(board, figures, asynchronous)
     if asynchronous:
-        check_staleness(board, reads)
+        check_staleness(board, counts)
     check_rates(Board(folder / "input" / "scaling"), asynchronous)
     assert slow["verdict"]["headline"] in text(board, "verdict")[-1]
     assert slow["verdict"]["headline"] in output
@@ -361,31 +247,19 @@ def check_file(board, figures, asynchronous):
         assert shares == pytest.approx([100 * s / whole for s in seconds], abs=1e-3)
 
 
-def check_staleness(board, reads):
-    """Each histogram has the reads of one window, in the buckets of their staleness."""
-    histograms = board.Tensors("staleness/reads")
-    means, largest = series(board, "staleness/mean"), series(board, "staleness/max")
-    for event, mean, most, counts in zip(
-        histograms, means, largest, reads, strict=True
-    ):
+def check_staleness(board, counts):
+    """The windows' histograms have all reads, in the buckets of their staleness."""
+    totals = []
+    for event in board.Tensors("staleness/reads"):
         buckets = tensor_util.make_ndarray(event.tensor_proto)
-        total = sum(counts.values())
-        assert buckets[:, 2].sum() == total
+        totals.append(buckets[:, 2].sum())
         for left, right, count in buckets:
-            # In which of two buckets a lag is that lies between them is a matter of
-            # rounding.
-            inside = [n for lag, n in counts.items() if left < lag < right]
-            ends = [
-                n
-                for lag, n in counts.items()
-                if math.isclose(lag, left) or math.isclose(lag, right)
-            ]
-            assert sum(inside) - sum(ends) <= count <= sum(inside) + sum(ends)
-        assert mean[1] == pytest.approx(
-            sum(lag * n for lag, n in counts.items()) / total
-        )
-        assert most[1] == max(counts)
-        assert event.step == mean[0] == most[0]
+            assert not count or any(left - 0.01 < lag < right + 0.01 for lag in counts)
+    assert sum(totals) == sum(counts.values())
+    means = [mean for _, mean in series(board, "staleness/mean")]
+    lags = sum(lag * n for lag, n in counts.items())
+    assert np.dot(means, totals) == pytest.approx(lags)
+    assert max(most for _, most in series(board, "staleness/max")) == max(counts)
 
 
 def check_rates(board, asynchronous):
@@ -402,11 +276,9 @@ from kerasdist.callbacks import job_view
 
 job_view.SECONDS = 0.05
 
-class Picky(keras.layers.Layer):
-    def call(self, inputs):
-        check = tf.debugging.assert_greater(tf.reduce_max(tf.abs(inputs)), 0.0)
-        with tf.control_dependencies([check]):
-            return tf.identity(inputs)
+def picky(inputs):
+    tf.debugging.assert_greater(tf.reduce_max(tf.abs(inputs)), 0.0)
+    return inputs
 
 def outcome(callbacks=()):
     keras.utils.set_random_seed(1)
@@ -427,15 +299,16 @@ def outcome(callbacks=()):
 
 plain, found = outcome(), {}
 # Each window is shorter than what comes before the calibration.
-often, picky = (
+often, fails = (
     ScalingTensorBoard(folder + name, calibrate=True, verbose=0, update_freq=1)
     for name in ("/often", "/picky"))
 found["often"] = [outcome([often]) == plain, often.figures and often.figures.baseline]
 with strategy.scope():
-    m = keras.Sequential([keras.Input((16,)), Picky(), keras.layers.Dense(4)])
+    m = keras.Sequential([
+        keras.Input((16,)), keras.layers.Lambda(picky), keras.layers.Dense(4)])
     m.compile("sgd", "mse")
-m.fit(x, x[:, :4], batch_size=60, verbose=0, callbacks=[picky])
-found["picky"] = picky.figures and picky.figures.baseline
+m.fit(x, x[:, :4], batch_size=60, verbose=0, callbacks=[fails])
+found["picky"] = fails.figures and fails.figures.baseline
 open(folder + "/file", "w").close()
 try:
     outcome([ScalingTensorBoard(folder + "/file")])
@@ -444,11 +317,8 @@ except ValueError as error:
 print("RESULT", json.dumps(found))
 """
 LOST = """
-strategy.communicator  # connected
 class Leave(keras.callbacks.Callback):
-    def __init__(self):
-        super().__init__()
-        self.epochs = []
+    epochs = []
 
     def on_epoch_begin(self, epoch, logs=None):
         if rank == 1 and epoch == 2:
@@ -456,23 +326,18 @@ class Leave(keras.callbacks.Callback):
         self.epochs.append(epoch)
 
     def on_epoch_end(self, epoch, logs=None):
-        if asynchronous and epoch > 1:
+        if epoch > 1:
             # Until the new one has trained, too: it needs a core to start.
             time.sleep(0.1)
-            trained = os.path.join(os.environ["FOLDER"], "trained")
+            trained = os.path.join(folder, "trained")
             if rank == 1 and len(self.epochs) == 2:
                 open(trained, "w").close()
             self.model.stop_training = rank == 0 and os.path.exists(trained)
 
 m = build(0, lambda: keras.optimizers.SGD(0.1))
 board = ScalingTensorBoard(folder + "/lost", update_freq="epoch")
-error, leave = None, Leave()
-epochs = 10_000 if asynchronous else 5
-try:
-    m.fit(x, y, batch_size=12, epochs=epochs, verbose=0, callbacks=[board, leave])
-except kerasdist.errors.CollectiveError as failure:
-    error = type(failure).__name__
-print("RESULT", json.dumps([error, leave.epochs]))
+m.fit(x, y, batch_size=12, epochs=10_000, verbose=0, callbacks=[board, Leave()])
+print("RESULT", json.dumps(Leave.epochs))
 """
 
 
@@ -480,22 +345,25 @@ print("RESULT", json.dumps([error, leave.epochs]))
 def ring(tmp_path_factory):
     """The folder of a job that does all of that, and its workers."""
     folder = tmp_path_factory.mktemp("ring")
-    env = {"KIND": "ring shared_memory", "FOLDER": str(folder)}
-    script = CONSTANTS + SCRIPT + BODY + CALIBRATED + LOST
+    env = {"KIND": "ring", "FOLDER": str(folder)}
+    script = CONSTANTS + SCRIPT + BODY + CALIBRATED
     with Workers(script, 2, env=env, deadline=140) as job:
-        return folder, job.wait()
+        return folder, job.succeed()
 
 
 def test_figures_are_what_is_counted(ring):
     """All but how fast it is, which depends on what else the machine does."""
     folder, workers = ring
     chief, other = (worker.results[0] for worker in workers)
-    check_counts("ring shared_memory", chief, other, workers[0].output, folder)
+    check_counts("ring", chief, other, workers[0].output, folder)
 
 
 def test_figures_of_asynchronous_workers_are_what_is_counted(tmp_path):
-    (chief, other), output = train("async", tmp_path)
-    check_counts("async", chief, other, output, tmp_path)
+    env = {"KIND": "async", "FOLDER": str(tmp_path)}
+    script = CONSTANTS + SCRIPT + BODY
+    with Workers(script, 2, env=env, deadline=120, servers=1) as job:
+        chief, other = job.succeed()[:2]
+    check_counts("async", chief.result, other.result, chief.output, tmp_path)
 
 
 def test_a_calibration_changes_nothing_else(ring):
@@ -524,18 +392,6 @@ def test_a_calibration_changes_nothing_else(ring):
         assert re.search(expected, facts["refused"])
 
 
-def test_a_lost_worker_is_an_event(ring):
-    folder, (chief, _) = ring
-    assert chief.results[2][0] == "WorkerLost"
-    board = Board(folder / "lost" / "scaling")
-    told = "\n".join(text(board, "events"))
-    assert "`fit` ended with WorkerLost: " in told
-    assert "rank 1" in told
-    assert [n for _, n in series(board, "job/workers")] == [2, 2]
-    # The verdict is there all the same.
-    assert text(board, "verdict")[-1].startswith("### This job is limited by ")
-
-
 def test_workers_that_are_lost_and_join_are_events(tmp_path):
     env = {"KIND": "async", "FOLDER": str(tmp_path)}
     with Workers(
@@ -547,9 +403,8 @@ def test_workers_that_are_lost_and_join_are_events(tmp_path):
     ) as job:
         job.wait_one(1)
         job.start_again(1)
-        new = job.wait_one(1).result[1]
-        error, epochs = job.wait_one(0).result
-    assert error is None
+        new = job.wait_one(1).result
+        epochs = job.wait_one(0).result
     board = Board(tmp_path / "lost" / "scaling")
     told = "\n".join(text(board, "events"))
     assert re.search(r"rank 1 \(127.0.0.1:\d+\) was lost at its step \d+", told)
@@ -561,9 +416,9 @@ def test_workers_that_are_lost_and_join_are_events(tmp_path):
     assert new[0] > 2
     trained = [2 if epoch in (0, 1, *new) else 1 for epoch in epochs]
     assert [n for _, n in series(board, "job/workers")] == trained
-    # Of the new one's first epoch nothing is known if it had one step, and traced.
+    # Of a process's first epoch nothing is known if it had one step, and traced.
     told = len(series(board, "examples_per_second/rank_1"))
-    assert trained.count(2) - 1 <= told <= trained.count(2)
+    assert trained.count(2) - 2 <= told <= trained.count(2)
     assert text(board, "verdict")[-1].startswith("### This job is limited by ")
 
 
@@ -594,43 +449,34 @@ def fit(model, *callbacks, epochs=3):
 
 
 @pytest.mark.parametrize(
-    ("eager", "executions"), [(False, 1), (False, 4), (True, 1)], ids=str
+    ("compiled", "traced"),
+    [
+        # The first call of a graph traces, and isn't counted: neither the one that is
+        # measured, nor, if steps are short and only some are, the one that isn't.
+        ({"steps_per_execution": 4}, {4, 8}),
+        ({"run_eagerly": True}, {0}),
+        ({"jit_compile": True}, {1}),
+    ],
 )
-def test_one_worker(strategy, tmp_path, executions, eager, said):
+def test_one_worker(strategy, tmp_path, compiled, traced, said):
     board = ScalingTensorBoard(tmp_path, update_freq="epoch", baseline=10)
-    fit(build(strategy, steps_per_execution=executions, run_eagerly=eager), board)
-    found = Board(tmp_path / "scaling")
-    # The first call of a graph traces, and isn't counted: neither the one that is
-    # measured, nor, if steps are short and only some are, the one that isn't.
-    traced = {0} if eager else {executions, 2 * executions}
-    assert len(series(found, "examples_per_second/all")) == 3
-    assert [s for s, _ in series(found, "job/workers")] == [8, 16, 24]
+    begin = time.monotonic()
+    fit(build(strategy, **compiled), board)
     figures = board.figures
+    assert figures.steps * figures.step_seconds < time.monotonic() - begin
     assert 24 - figures.steps in traced
     assert figures.global_batch == 8
     assert figures.phases["wait"] == 0
     assert figures.phases["compute"] > 0
+    # What is inside of a step that XLA compiles isn't known.
+    assert (figures.phases["update"] == 0) == ("jit_compile" in compiled)
     assert sum(figures.phases.values()) == pytest.approx(figures.step_seconds)
     assert figures.slowest is None
+    found = Board(tmp_path / "scaling")
+    assert len(series(found, "examples_per_second/all")) == 3
+    assert [s for s, _ in series(found, "job/workers")] == [8, 16, 24]
     assert "bytes/per_step" not in found.Tags()["tensors"]
     assert "how this job scales" in said()[-1]
-    check_charts(found)
-
-
-def check_charts(board):
-    """Each tag is in one chart."""
-    written = board.Tensors("custom_scalars__config__")[0]
-    made = layout_pb2.Layout.FromString(
-        tensor_util.make_ndarray(written.tensor_proto).item()
-    )
-    assert made == summaries.layout()
-    assert set(board.runs) == {"", "rank_0", *(f"part_{part}" for part in PHASES)}
-    patterns = [
-        tag for c in made.category for chart in c.chart for tag in chart.multiline.tag
-    ]
-    texts = {"custom_scalars__config__", summaries.VERDICT, summaries.EVENTS}
-    for tag in set(board.Tags()["tensors"]) - texts:
-        assert sum(bool(re.search(pattern, tag)) for pattern in patterns) == 1, tag
 
 
 class Fails(keras.callbacks.Callback):
@@ -692,31 +538,16 @@ def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
     ("arguments", "message"),
     [
         ({"baseline": -1}, r"`baseline` must be a positive number .* baseline=-1"),
-        ({"baseline": "5"}, r"Received: baseline='5'\."),
         ({"baseline": math.inf}, r"Received: baseline=inf\."),
         ({"calibrate": "yes"}, r"`calibrate` must be True .* calibrate='yes'\."),
         ({"log_dir": 5, "baseline": 0}, r"log_dir=5\. .* baseline=0\."),
         ({"baseline": 5, "calibrate": True}, r"but not both. Received: baseline=5, c"),
-        ({"update_freq": 0}, r"`update_freq` must be .* Received: update_freq=0\."),
         ({"update_freq": "batch"}, r"Received: update_freq='batch'"),
     ],
 )
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         ScalingTensorBoard(**{"log_dir": "unused", **arguments})
-
-
-def test_a_step_that_xla_compiles(strategy, tmp_path):
-    """What is inside of it isn't known, but all else is."""
-    board = ScalingTensorBoard(tmp_path, verbose=0)
-    begin = time.monotonic()
-    fit(build(strategy, jit_compile=True), board)
-    figures = board.figures
-    assert figures.steps == 23
-    assert figures.global_batch == 8
-    assert 23 * figures.step_seconds < time.monotonic() - begin
-    assert figures.phases["compute"] > 0
-    assert figures.phases["update"] == 0
 
 
 def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
@@ -726,6 +557,20 @@ def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
         fit(model, ScalingTensorBoard(tmp_path), epochs=1)
     assert not list(Path(tmp_path).iterdir())
     assert not kerasdist.RingStrategy().extended.kerasdist.timer.running
+
+
+SLEEP = 0.005
+
+
+class Slow(keras.layers.Layer):
+    def call(self, inputs):
+        def late(value):
+            time.sleep(SLEEP)
+            return value
+
+        one = tf.reduce_sum(tf.stop_gradient(inputs) * 0) + 1.0
+        late_one = tf.numpy_function(late, [one], tf.float32)
+        return inputs * tf.ensure_shape(late_one, [])
 
 
 def test_stages(tmp_path):
@@ -748,17 +593,3 @@ def test_stages(tmp_path):
     # Nothing goes from device to device.
     assert "bytes/per_step" not in found.Tags()["tensors"]
     check_told(model, tmp_path / "failed")
-
-
-SLEEP = 0.005
-
-
-class Slow(keras.layers.Layer):
-    def call(self, inputs):
-        def late(values):
-            time.sleep(SLEEP)
-            return values
-
-        number = tf.constant(1.0) * tf.reduce_sum(tf.stop_gradient(inputs) * 0)
-        late_one = tf.numpy_function(late, [number + 1.0], tf.float32)
-        return inputs * tf.ensure_shape(late_one, [])

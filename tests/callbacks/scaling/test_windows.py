@@ -8,13 +8,6 @@ from kerasdist.callbacks.job_view import Windows
 from kerasdist.strategies.measure.communication import StepTimes
 
 
-class Clock:
-    seconds = 0.0
-
-    def __call__(self):
-        return self.seconds
-
-
 def length(windows):
     """Calls until this window is full."""
     while windows.left:
@@ -37,12 +30,6 @@ def test_so_many_steps(steps, per_call, expected):
         assert windows.calls == 0
 
 
-def test_a_window_of_an_epoch_is_never_full_by_itself():
-    windows = Windows("epoch")
-    windows.calls = 10**9
-    assert windows.left
-
-
 @pytest.mark.parametrize(
     ("cost", "age", "seconds"),
     [
@@ -61,17 +48,21 @@ def test_a_length_that_is_left_to_the_callback(cost, age, seconds, per_call):
     assert length(windows) == round(seconds * 100)
 
 
-@pytest.mark.parametrize("state", [[0, 0.1, 100.0], [5, 0.1, 100.0]])
-def test_without_a_step_that_counts_the_next_is_like_the_first(state):
+def test_windows_without_a_length():
+    # Of an epoch: it's never full by itself.
+    windows = Windows("epoch")
+    windows.calls = 10**9
+    assert windows.left
+    # Without a step that counts the next is like the first.
     windows = Windows("auto")
-    windows.begin(times(0, 0.0), state)
+    windows.begin(times(0, 0.0), [5, 0.1, 100.0])
     assert length(windows) == 10
 
 
 def test_what_the_chief_tells_makes_all_equal():
-    clock = Clock()
-    chief, other = Windows("auto", now=clock), Windows("auto")
-    chief.calls, clock.seconds = 10, 4.0
+    now = iter([0.0, 4.0, 4.0]).__next__
+    chief, other = Windows("auto", now=now), Windows("auto")
+    chief.calls = 10
     chief.cost(0.01)
     chief.cost(0.001)
     assert chief.state() == [10.0, 0.005, 4.0]

@@ -40,33 +40,11 @@ def records() -> list[Record]:
         Span("backward 0", 20_000, 30_000),
         Span("forward 0", 15_000, 20_000, thread=1),
     ]
+    done = [[Execution(0, 1, 5 * rank, 40_000)] for rank in range(12)]
     return [
-        Record(
-            *(
-                rank,
-                "a:1",
-                [Offset(0, 0, 9)],
-                [Execution(0, 1, 5 * rank, 40_000)],
-                spans,
-            ),
-            stages=stages,
-        )
+        Record(rank, "a:1", [Offset(0, 0, 9)], done[rank], spans, stages=stages)
         for rank in range(12)
     ]
-
-
-def spans_by_lane(found: dict) -> dict[tuple[str, str], list[str]]:
-    """The spans of each lane in order, by the titles of ranks and lanes."""
-    titles, spans = {}, {}
-    for event in found["traceEvents"]:
-        if event["name"] == "process_name":
-            titles[event["pid"]] = event["args"]["name"]
-        elif event["name"] == "thread_name":
-            titles[event["tid"]] = event["args"]["name"]
-        elif event["ph"] == "X":
-            lane = titles[event["pid"]], titles[event["tid"]]
-            spans.setdefault(lane, []).append(event["name"])
-    return spans
 
 
 @contextlib.contextmanager
@@ -121,16 +99,8 @@ app.trace.engine.query(query).then(result => {
 _FAULTS = """
 select name, value from stats where severity in ('error', 'data_loss') and value > 0
 """
-_LANES = """
-select process.name, thread.name, max(depth)
-from slice join thread_track on slice.track_id = thread_track.id
-join thread using (utid) join process using (upid)
-group by process.name, tid order by process.name, tid
-"""
-_SPANS = """
-select process.name, thread.name, slice.name
-from slice join thread_track on slice.track_id = thread_track.id
-join thread using (utid) join process using (upid) order by process.name, tid, ts
+_COUNT = """
+select count(*) from slice join thread_track on slice.track_id = thread_track.id
 """
 # From the top of the page the titles of the ranks, each with those of its lanes.
 _RANKS = """
@@ -142,8 +112,8 @@ return app.trace.workspaces.currentWorkspace.children.map(
 @pytest.mark.soak
 def test_perfetto(tmp_path):
     need_browser()
-    stamp = VIEWERS / ".created"
-    need(None if stamp.exists() else f"there is no {stamp.parent.name}", "make viewers")
+    there = (VIEWERS / ".created").exists()
+    need(None if there else f"there is no {VIEWERS.name}", "make viewers")
     found = trace(records())
     (tmp_path / "many.json").write_text(json.dumps(found))
     with chromium(tmp_path) as driver, perfetto(tmp_path / "many.json") as address:
@@ -156,19 +126,10 @@ def test_perfetto(tmp_path):
             ),
         )
         assert driver.execute_async_script(_QUERY, _FAULTS) == []
-        lanes = driver.execute_async_script(_QUERY, _LANES)
-        shown = driver.execute_async_script(_QUERY, _SPANS)
+        ((count,),) = driver.execute_async_script(_QUERY, _COUNT)
         ranks = driver.execute_script(_RANKS)
         driver.get("about:blank")
-    assert [[rank, lane] for rank, lane, _ in lanes] == [
-        [process.title, lane] for process in processes(records()) for lane in LANES
-    ]
-    for _, lane, depth in lanes:
-        assert depth == (1 if lane in ("step", "collectives") else 0)
-    spans = {}
-    for rank, lane, span in shown:
-        spans.setdefault((rank, lane), []).append(span)
-    assert spans == spans_by_lane(found)
+    assert count == sum(event["ph"] == "X" for event in found["traceEvents"])
     titles = [process.title for process in processes(records())]
     assert [rank.rpartition(" ")[0] for rank, _ in ranks] == titles
     for _, titled in ranks:
