@@ -159,6 +159,8 @@ WHOLE_BATCHES = {
 }
 # An optimizer that was built outside of the scope is refused with a placement.
 INSIDE = {"made_and_compiled_outside"}
+# A batch size of `keras.Input` is that of each replica.
+FIXED_SIZES = {"stateful_rows"}
 # Tensors of unequal rows must have equal parts, see docs/limits.md.
 EQUAL_PARTS = {"zipped_batches_of_two_sizes"}
 
@@ -198,6 +200,7 @@ def layouts() -> list[object]:
         # A job of all others would take minutes: they are dealt out to six.
         left_out = EQUAL_PARTS if workers * devices > 2 else set()
         left_out = WHOLE_BATCHES | INSIDE | left_out if placed else left_out
+        left_out = FIXED_SIZES | left_out if option == "balance" else left_out
         others = [
             case
             for case in CASES

@@ -65,7 +65,7 @@ FitPlace = TypedDict(
         "batches": Count | None,
         "order": Count,
         "data": Any,
-        "uses": tuple[Count, ...],
+        "uses": tuple[tuple[Count, ...], ...],
     },
 )
 
@@ -78,7 +78,7 @@ class CheckpointFacts(TypedDict):
     fit: Count
     epoch: Count
     place: FitPlace | None
-    uses: tuple[Count, ...]
+    uses: tuple[tuple[Count, ...], ...]
     orders: Count
     communicator_step: Count
     variables: tuple[tuple[tuple[Count, ...], str], ...]
