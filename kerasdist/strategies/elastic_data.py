@@ -530,6 +530,10 @@ class ElasticArrays(CountedData):
         """See `CountedData.turn_to`."""
         self._epoch = number - 1
 
+    def restart(self) -> None:
+        """See `ArrayEpochs.restart`."""
+        self._epoch = 0
+
     def begin(self, layout: ReplicaLayout, epoch: int, first: int) -> Any:
         """Return an iterator over the parts of an epoch's batches.
 

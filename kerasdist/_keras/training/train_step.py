@@ -378,6 +378,9 @@ def symbolic_build(
                 batch = tree.map_structure(local, hooks.data.unwrap(item))
                 data_batch, _, _ = hooks.data.split(batch)
             break
+        if hasattr(given, "restart"):
+            # So that `fit` has the order that it has with a model that is built.
+            given.restart()
         iterator = None
     elif iterator is not None:
         data_batch = iterator.data_adapter.get_tf_dataset().element_spec

@@ -191,6 +191,10 @@ class ArrayEpochs:
         self._parts.begin(order_of_arrays(self._data, self._seed, self._epoch))
         return iter(self._dataset)
 
+    def restart(self) -> None:
+        """Let the next iteration be the first one."""
+        self._epoch = 0
+
     def skip_epoch(self) -> None:
         """Count an iteration that isn't made: the later ones have the same orders."""
         self._epoch += 1

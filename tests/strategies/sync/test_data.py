@@ -274,3 +274,18 @@ for _ in range(2):
         (host, *ours), (gpus, *theirs) = job.succeed()[0].results
     assert (host, gpus) == ("PartsDataset", "DistributedDatasetsFromFunction")
     assert ours == theirs
+
+
+def test_the_order_after_a_seed_is_that_of_a_model_that_is_built():
+    x = np.arange(12.0)[:, None]
+    losses = []
+    with kerasdist.RingStrategy() as strategy, strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.001), "mse")
+        for _ in range(2):
+            keras.utils.set_random_seed(7)
+            if model.built:
+                model.set_weights([np.ones((1, 1)), np.zeros(1)])
+            model.fit(x, x**2, batch_size=5, verbose=0)
+            losses.append(model.get_weights()[0].item())
+    assert losses[0] == losses[1]
