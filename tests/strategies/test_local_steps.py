@@ -66,7 +66,9 @@ def train(local_steps, optimizer=None, statistics=False, **compile):
         "size": sum(w.nbytes for w in m.get_weights()),
     }
 
-adam = lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01))
+adam = lambda: keras.optimizers.LossScaleOptimizer(
+    keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+)
 one = kerasdist.LocalSteps(1, outer=keras.optimizers.SGD(1.0))
 results = {
     "sync": train(None),
