@@ -36,6 +36,8 @@ from kerasdist.transport import log
 
 # A new division has to save this part of a step, or it isn't worth its pipelines.
 _GAIN = 0.02
+# Epochs without a measurement after which that is told.
+_UNMEASURED = 3
 # Rows of a share, of which each batch then has one at least.
 _LEAST = 1.5
 # Of a batch: shares that differ by more weren't used.
@@ -129,45 +131,58 @@ class Balance:
         self._before = clock.arrivals()
         replicas = workers.job.replicas
         self._speeds = [0.0] * len(replicas)
-        # The rows by which the shares were to change; None: nothing follows them.
-        self._rows: list[float] | None = []
+        self._unmeasured = 0
+        self._is_told = False
         # From the start, because steps are traced for any number of rows then.
-        equal = [each / sum(replicas) for each in replicas]
-        workers.cuts = cuts_of(equal, replicas)
+        self._shares = [each / sum(replicas) for each in replicas]
+        workers.cuts = cuts_of(self._shares, replicas)
 
     def end_epoch(self) -> None:
         """Divide the next batches by the speeds of this epoch; all workers call it."""
         now = self._clock.arrivals()
-        steps, rows, measured, seconds = np.subtract(now, self._before)
+        steps, rows, measured, updates, seconds = np.subtract(now, self._before)
         self._before = now
         # Rows are of all steps, the time of those that were measured.
-        mine = [rows / steps, seconds / measured] if steps and measured else [0.0, 0.0]
+        is_measured = measured > 0 and updates == measured
+        mine = [
+            rows / steps if steps else 0.0,
+            seconds / measured if is_measured else 0.0,
+        ]
         every = self._workers.communicator.all_gather(np.array(mine))
         found, taken = (list(map(float, column)) for column in zip(*every, strict=True))
-        if self._rows is None or self._is_ignored(found):
+        if self._is_ignored(found):
             return
         self._speeds = speeds_of(found, taken, self._speeds)
+        # An epoch of one step, which is traced, isn't measured either.
+        self._unmeasured = 0 if any(taken) else self._unmeasured + 1
+        if self._unmeasured == _UNMEASURED:
+            self._tell(
+                "kerasdist: balance='measured' has no effect on these steps, which "
+                "can't be measured: they are compiled (`jit_compile=True`), or have "
+                "several optimizers or none.",
+            )
         shares = shares_of(self._speeds, found)
         if shares is None:
             return
         self._workers.cuts = cuts_of(shares, self._workers.job.replicas)
-        self._rows = [share * sum(found) for share in shares]
+        self._shares = shares
         self._tell(
             "kerasdist: rows of a batch by measured speed, rank by rank: %s "
             "(this epoch: %s).",
-            *(in_words(self._rows), in_words(found)),
+            *(in_words([share * sum(found) for share in shares]), in_words(found)),
         )
 
     def _is_ignored(self, found: list[float]) -> bool:
         """Return whether the data aren't divided by the shares, and tell that once."""
-        if not self._rows:
-            return False
+        total = sum(found)
         # The last batch of an epoch may be small.
-        slack = 2 + _SLACK * sum(found)
-        pairs = zip(found, self._rows, strict=True)
-        if all(abs(now - then) <= slack for now, then in pairs):
+        slack = 2 + _SLACK * total
+        pairs = zip(found, self._shares, strict=True)
+        if all(abs(rows - share * total) <= slack for rows, share in pairs):
             return False
-        self._rows = None
+        if self._is_told:
+            return True
+        self._is_told = True
         self._tell(
             "kerasdist: balance='measured' has no effect on these data: either each "
             "worker has its own, or one iterator serves several epochs, as with "

@@ -119,8 +119,10 @@ class RingStrategy(DataParallelStrategy):
             aren't those of one process. By default gradients are summed in each step.
         balance: "measured": faster workers get more rows of each batch, by the speeds
             that were measured in the epoch before; the numbers stay those of one
-            process. Not with `elastic`, `local_steps`, a placement or another `shard`.
-            None: all replicas get as many.
+            process. Not with `elastic`, `local_steps`, a placement or another `shard`;
+            without effect on compiled steps. `BatchNormalization` that isn't
+            synchronized normalizes each worker's own rows. None: all replicas get as
+            many.
         local_reduction: Where a worker's replicas are added: "device": on their
             devices, by TensorFlow's collectives inside of this process, which are
             NCCL's on GPUs; "host": in host memory; "auto": on GPUs if there are

@@ -306,12 +306,12 @@ class StepClock:
         steps = float((self._sums() - self._before)[Slot.STEPS])
         return max(self._left - self._since, 0.0) / steps if steps else 0.0
 
-    def arrivals(self) -> tuple[float, float, float, float]:
+    def arrivals(self) -> tuple[float, ...]:
         """Return sums since the clock was made, whose differences count.
 
         Returns:
-            The steps; their rows; the measured steps with one update each; and their
-            seconds until this worker had its gradients, without those of `awaited`.
+            The steps; their rows; the measured steps; their updates; and their seconds
+            until this worker had its gradients, without those of `awaited`.
         """
         sums = self._sums()
         # Where a call is several steps, only the first one's beginning is known.
@@ -319,7 +319,8 @@ class StepClock:
         return (
             float(sums[Slot.STEPS]),
             float(sums[Slot.ROWS]),
-            float(sums[Slot.MEASURED]) if sums[Slot.UPDATES] else 0.0,
+            float(sums[Slot.MEASURED]),
+            float(sums[Slot.UPDATES]),
             float(sums[Slot.GRADIENTS] - sums[begin]) - self._awaited,
         )
 
