@@ -111,7 +111,6 @@ with strategy.scope():
 cloned = keras.models.clone_model(model)
 cloned.compile("sgd", "mse", run_eagerly=True)
 found = {
-    "evaluated": said(lambda: made.evaluate(x, y, verbose=0)),
     "made": said(train(made)),
     "again": said(train(made)),
     "on batch": said(lambda: cloned.train_on_batch(x, y)),
@@ -127,7 +126,6 @@ meant.compile("sgd", "mse", run_eagerly=True)
 with kerasdist.local_training():
     found["meant"] = said(train(meant))
     contradiction = refused(train(model))
-found["meant later"] = said(train(meant))
 folder = os.environ["FOLDER"]
 made.save(f"{folder}/made-{rank}.keras")
 meant.save(f"{folder}/meant-{rank}.keras")
