@@ -61,11 +61,6 @@ def test_a_hook_takes_what_its_targets_are_given(package, row):
         assert more <= (inspect.Parameter.VAR_KEYWORD in kinds)
 
 
-def test_what_is_installed_fits():
-    of_tensorflow.check()
-    _keras.check()
-
-
 # The page.
 
 
@@ -239,41 +234,6 @@ def test_hooks_are_put_around_each_other_in_order_and_taken_out_again():
     assert Owner().inherited() == "original"
     hooks.uninstall()
     assert (dict(vars(Owner)), dict(vars(Derived))) == before
-
-
-@pytest.mark.parametrize(
-    ("target", "fault"),
-    [
-        ("Other.method(self)", "Other.method is missing"),
-        ("Owner.{a,b}.method(self)", "Owner.{a,b}.method is missing"),
-        (
-            "Owner.method(self)",
-            "Owner.method has the parameters (self, x, *, y), expected (self)",
-        ),
-        (
-            "Owner.method(self, ..., z)",
-            "Owner.method has the parameters (self, x, *, y), expected (self, ..., z)",
-        ),
-        ("Owner.method=(self)", "Owner.method= isn't a function"),
-        ("Owner.rate(self)", "Owner.rate isn't a function"),
-        ("ROWS(self)", "ROWS isn't a function"),
-    ],
-)
-def test_all_that_does_not_fit_is_found_and_nothing_is_touched(target, fault):
-    before = dict(vars(Owner))
-    hooks = patcher(
-        row("outer", "Owner.method(self, ..., y)", "{Other,Owner}.inherited(self)"),
-        row("outer", "Derived.gone(self)"),
-        row("outer", target),
-    )
-    for refused in (hooks.check, hooks.install):
-        with pytest.raises(errors.KerasDistError) as caught:
-            refused()
-        assert caught.value.args[0] == [
-            f"{__name__}.Derived.gone is missing",
-            f"{__name__}.{fault}",
-        ]
-    assert dict(vars(Owner)) == before
 
 
 def test_what_others_have_replaced_keeps_its_parameters(monkeypatch):

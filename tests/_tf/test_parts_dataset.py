@@ -51,29 +51,3 @@ def test_a_function_takes_iterators_and_is_traced_once():
         with pytest.raises(tf.errors.OutOfRangeError):
             take(iterator)
     assert len(traced) == 1
-
-
-def test_its_elements_are_described():
-    dataset = parts(4)
-    assert iter(dataset).element_spec == dataset.element_spec
-    leaves = tf.nest.flatten(dataset.element_spec, expand_composites=True)
-    fill, number = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
-    assert leaves == [fill, fill, number, number]
-
-
-def test_an_optional_has_a_batch_or_none():
-    iterator = iter(parts(4))
-    assert isinstance(iterator, tf.distribute.DistributedIterator)
-
-    @tf.function
-    def count():
-        total = tf.constant(0, tf.int64)
-        batch = iterator.get_next_as_optional()
-        while batch.has_value():
-            first, second = batch.get_value()[1]["n"].values
-            total += first * 10 + second
-            batch = iterator.get_next_as_optional()
-        return total
-
-    assert int(count()) == 1 + 23
-    assert not iterator.get_next_as_optional().has_value()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kerasdist.placement.micro_batch_order import (
     MicroBatch,
     Operation,
     find_edges,
     find_next,
     find_visits,
-    union_length,
 )
 
 
@@ -105,18 +102,6 @@ def test_two_ways_over_one_device_are_two_visits():
     ]
 
 
-def test_an_operation_without_a_device_is_where_its_input_is():
-    graph = Graph()
-    ways = []
-    for m in range(2):
-        x = graph.mark(m)
-        a = graph.add("A", x)
-        table = graph.add("")  # a variable: of no micro-batch
-        ways.append((a, graph.add("", a, table)))
-
-    assert graph.edges == [("A", (ways[0][1],), (ways[1][0],))]
-
-
 def test_edges_that_would_make_a_cycle_are_left_out():
     """A gradient of gradients: of all micro-batches, and then of each once more."""
     graph = Graph()
@@ -146,25 +131,6 @@ def visits_of(graph):
             visit.exits,
         )
         for visit in find_visits(graph.nodes, graph.marks)
-    ]
-
-
-def test_forward_and_back_without_micro_batches():
-    g = Graph()
-    x = g.add("", before=True)
-    a = g.add("A", x)
-    b = g.add("A", a)
-    c = g.add("B", b)
-    loss = g.add("B", c)
-    d = g.add("B", loss, c)
-    e = g.add("A", d, a)
-    f = g.add("A", e)
-    update = g.add("B", d)
-
-    assert visits_of(g) == [
-        ("A", None, [((x,), (a,))], (b,)),
-        ("B", None, [((b,), (c,))], (update,)),
-        ("A", None, [((a, d), (e,))], (f,)),
     ]
 
 
@@ -205,22 +171,6 @@ def test_a_visit_begins_with_what_takes_some_time_and_ends_with_it():
     ]
 
 
-def test_what_may_begin_at_different_times_is_in_different_groups():
-    g = Graph()
-    x = g.add("", before=True)
-    a = g.add("A", x)
-    b = g.add("A", a)
-    early, late, also = g.add("B", a), g.add("B", b), g.add("B", b)
-    end = g.add("B", early, late, also)
-
-    assert visits_of(g)[1] == (
-        "B",
-        None,
-        [((a,), (early,)), ((b,), (late, also))],
-        (end,),
-    )
-
-
 def test_what_begins_when_a_visit_is_over():
     g = Graph()
     x = g.add("", before=True)
@@ -250,10 +200,3 @@ def test_what_begins_when_a_visit_is_over():
     assert [len(found) for found in find_next(g.nodes, visits, 1)] == [1, 1, 1, 1, 0]
     # So many that it would take too long.
     assert not any(find_next(g.nodes, visits * 101, 9))
-
-
-@pytest.mark.parametrize(
-    ("spans", "length"), [([], 0), ([(1, 2), (4, 6)], 3), ([(4, 6), (1, 5), (2, 3)], 5)]
-)
-def test_what_overlaps_counts_once(spans, length):
-    assert union_length(spans) == length

@@ -41,6 +41,10 @@ def test_the_tables():
     assert " | ".join(re.split(r"  +", row)) == (
         "dense_7 | Dense | 10 MB | 30 MB | 1 MB | 3 M | GPU:1"
     )
+    # Of each layer 1 MB is held for all parts, or 0.25 MB for one.
+    run = dataclasses.replace(run, rematerialize=True)
+    again = make_plan(chain(4, saved_row_bytes=1000.0), run, devices(100 * MB))
+    assert str(again).endswith("\nComputing activations again saves 3 MB on GPU:0.")
     (total,) = [line for line in lines if line.startswith("all layers")]
     assert re.split(r"  +", total)[1:] == ["80 MB", "240 MB", "8 MB", "24 M"]
     (first,) = [line for line in lines if line.startswith("GPU:0")]
@@ -49,20 +53,6 @@ def test_the_tables():
     )
     assert lines[-2:] == ["  GPU:0: as it was given", "  GPU:1: as it was given"]
     assert all(line == line.rstrip() for line in lines)
-
-
-def test_what_activations_that_are_computed_again_save():
-    model = chain(4, saved_row_bytes=1000.0)
-    run = Run(batch_size=1000, micro_batches=4, rematerialize=True)
-    plan = make_plan(model, run, devices(100 * MB))
-    # Of each layer 1 MB is held for all parts, or 0.25 MB for one.
-    assert plan.spared == (3 * MB,)
-    assert str(plan).endswith("\nComputing activations again saves 3 MB on GPU:0.")
-
-    kept = dataclasses.replace(run, rematerialize=False)
-    other = make_plan(model, kept, devices(100 * MB))
-    assert other.cut.memory[0] - plan.cut.memory[0] == other.spared[0] == 3 * MB
-    assert "saves" not in str(other)
 
 
 def test_a_smaller_batch_more_micro_batches_and_rematerialization():
@@ -85,10 +75,8 @@ def test_a_smaller_batch_more_micro_batches_and_rematerialization():
     assert not fits(batch_size=found["batch_size"] + 1)
     assert fits(micro_batches=found["micro_batches"])
     assert not fits(micro_batches=found["micro_batches"] - 1)
-    again = [line for line in caught.value.advice if "rematerialize" in line]
-    assert again == ["rematerialize=True with micro_batches=2 (at least)"] or fits(
-        rematerialize=True
-    )
+    again = "rematerialize=True with micro_batches=2 (at least)"
+    assert again in caught.value.advice
 
 
 def whole(*megabytes: float, **values: float) -> ModelCost:

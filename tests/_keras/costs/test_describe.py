@@ -25,9 +25,6 @@ def chain(*parts):
     return lambda: keras.Sequential([*parts])
 
 
-# No weights.
-
-
 def test_twenty_gigabytes_of_weights_take_no_memory():
     def build():
         width = 35_000
@@ -47,20 +44,14 @@ def test_twenty_gigabytes_of_weights_take_no_memory():
 def test_nothing_is_different_afterwards():
     keras.utils.set_random_seed(3)
     expected = [random.random(), np.random.random()]
-    expected_weights = keras.Sequential([keras.Input((3,)), layers.Dense(2)]).weights
     name = layers.Dense(1).name
     keras.utils.set_random_seed(3)
     describe(lambda: keras.Sequential([keras.Input((3,)), layers.Dense(2)]), 4)
     assert [random.random(), np.random.random()] == expected
-    assert int(layers.Dense(1).name.rpartition("_")[2]) == (
-        int(name.rpartition("_")[2]) + 1
-    )
+    number = int(name.rpartition("_")[2])
+    assert int(layers.Dense(1).name.rpartition("_")[2]) == number + 1
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
     assert model(np.ones((1, 3), np.float32)).shape == (1, 2)
-    assert expected_weights[0].shape == model.weights[0].shape
-
-
-# Kinds of models.
 
 
 class Own(keras.Model):
@@ -97,11 +88,10 @@ class Odd(keras.optimizers.SGD):
     ("build", "given", "message"),
     [
         (chain(layers.Dense(4)), {}, r"^A plan needs the shapes .*inputs=\(28"),
-        (Own, {}, r"^A plan needs the shapes"),
         (
             chain(keras.Input((None, 4)), layers.LSTM(3)),
             {},
-            r"^A plan needs inputs of known sizes\.",
+            r"^A plan needs inputs of k",
         ),
         (lambda: None, {}, r"^A plan needs a function that returns a"),
         (Own, {"inputs": [(3,), (3,)]}, r"^A plan calls the model with placeholders"),
@@ -117,52 +107,29 @@ def test_what_is_refused(build, given, message):
         costs(build, **given)
 
 
-def test_nested_models_are_taken_apart_and_shared_layers_count_once():
-    def build():
-        inner = keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(4, name="in_a"),
-                layers.Dense(4, name="in_b"),
-            ],
-            name="inner",
-        )
-        shared = layers.Dense(4, name="shared")
-        x = inputs = keras.Input((4,))
-        x = shared(inner(shared(x)))
-        return keras.Model(inputs, x)
-
-    found = costs(build, "adam")
-    assert list(found) == ["shared", "in_a", "in_b"]
-    assert all(layer.parameter_bytes == 80 for layer in found.values())
-    # Twice the work.
-    assert found["shared"].row_flops == 2 * found["in_a"].row_flops
-
-
-def test_skips_are_edges():
+def test_skips_are_edges_and_shared_layers_count_once():
     def build():
         x = inputs = keras.Input((4,))
-        first = x = layers.Dense(8, name="first")(x)
-        for name in "ab":
-            x = layers.Dense(8, name=name)(x)
+        inner = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="first")])
+        first = x = inner(x)
+        shared = layers.Dense(8, name="shared")
+        for layer in (shared, shared, layers.Dense(8, name="last")):
+            x = layer(x)
         return keras.Model(inputs, layers.Add(name="add")([first, x]))
 
     model = describe(build, ROWS)
-    paths = [layer.path for layer in model.layers]
+    names = [layer.path.rpartition("/")[2] for layer in model.layers]
+    assert names == ["first", "shared", "last", "add"]
     edges = {
-        (paths[t.source] if t.source >= 0 else "", tuple(paths[i] for i in t.consumers))
+        (names[t.source] if t.source >= 0 else "", tuple(names[i] for i in t.consumers))
         for t in model.tensors
     }
-    assert edges == {
-        ("", ("first",)),
-        ("first", ("a", "add")),
-        ("a", ("b",)),
-        ("b", ("add",)),
-    }
+    assert {("", ("first",)), ("first", ("shared", "add")), ("last", ("add",))} <= edges
     assert {t.row_bytes for t in model.tensors} == {4 * 4, 8 * 4}
-
-
-# Optimizers.
+    _, shared, last, _ = model.layers
+    assert shared.parameter_bytes == last.parameter_bytes
+    # Twice the work.
+    assert shared.row_flops == 2 * last.row_flops
 
 
 @pytest.mark.parametrize(
@@ -205,11 +172,7 @@ def test_slots_are_found_from_the_optimizer(optimizer, slots):
         ((16,), lambda: layers.Dense(8), 2 * 16 * 8 + 8),
         ((5, 16), lambda: layers.EinsumDense("btd,de->bte", (5, 8)), 5 * 2 * 16 * 8),
         ((8, 8, 3), lambda: layers.Conv2D(4, 3, use_bias=False), 6 * 6 * 4 * 2 * 27),
-        (
-            (8, 8, 3),
-            lambda: layers.DepthwiseConv2D(3, use_bias=False),
-            6 * 6 * 3 * 2 * 9,
-        ),
+        ((8, 8, 3), lambda: layers.DepthwiseConv2D(3, use_bias=False), 36 * 3 * 2 * 9),
         (
             (8, 8, 3),
             lambda: layers.Conv2DTranspose(4, 2, strides=2, use_bias=False),

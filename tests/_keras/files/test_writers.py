@@ -192,10 +192,7 @@ result(report)
 """
 
 
-@pytest.fixture(
-    scope="module",
-    params=["ring", soak("async")],
-)
+@pytest.fixture(scope="module", params=["ring", soak("async")])
 def job(request, ring, tmp_path_factory):
     """What both workers have found, and the output of the second."""
     mode, body = request.param, LOADED + CHECKPOINTS + ANYBODY + ORBAX + SCOPED
@@ -212,9 +209,8 @@ def job(request, ring, tmp_path_factory):
 def test_what_is_saved_can_be_loaded_in_the_next_line(job):
     """Other ranks found no file, or half of one: they came before the chief.
 
-    By whatever name it is saved; the model is large, so that saving takes a while. A
-    submodel that is made outside of the scope was written by all ranks at once, and so
-    was anything else that is no strategy's, as keras.io's `FeatureSpace`.
+    The model is large, so that saving takes a while. A submodel that is made outside of
+    the scope was written by all ranks at once, as anything else that is no strategy's.
     """
     first, second, _ = job
     assert first["loaded"] == second["loaded"]
@@ -300,26 +296,24 @@ class Broken(keras.layers.Layer):
         raise Odd("no", "config")
 
 m = build()
-os.makedirs("folder.keras", exist_ok=True)
-found = [
-    error_of(lambda: m.save("folder.keras")),
-    error_of(lambda: m.save_weights("there/is/none.weights.h5")),
-    error_of(lambda: m.save("odd.ending")),
-]
 with strategy.scope():
     broken = keras.Sequential([keras.Input((4,)), Broken(), keras.layers.Dense(1)])
-found.append(error_of(lambda: broken.save("broken.keras")))
+found = [
+    error_of(lambda: m.save_weights("there/is/none.weights.h5")),
+    error_of(lambda: m.save("odd.ending")),
+    error_of(lambda: broken.save("broken.keras")),
+]
 m.save("whole.keras")
 load_model("whole.keras")
 strategy.communicator.barrier()
 result(found)
 """
     first, second = ring.run(body, FOLDER=str(tmp_path))
-    kinds = ["IsADirectoryError", "FileNotFoundError", "ValueError"]
+    kinds = ["FileNotFoundError", "ValueError"]
     assert [kind for kind, _ in first] == [*kinds, "Odd"]
     assert [kind for kind, _ in second] == [*kinds, "RuntimeError"]
     assert all("(the chief, rank 0, was writing " in text for _, text in second)
-    assert second[3][1].startswith("Odd: ('no', 'config')")
+    assert second[2][1].startswith("Odd: ('no', 'config')")
 
 
 def test_a_chief_that_dies_while_it_writes_is_lost(tmp_path):
