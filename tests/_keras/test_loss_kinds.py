@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
+from scripts import PRELUDE
 
 from kerasdist._keras.global_batch.loss_kinds import (
     CONSTANT,
@@ -122,8 +123,9 @@ def test_an_eager_loss_has_rows_or_is_unknown():
     assert kinds.of(tf.ones([])) == OTHER
 
 
-SAID = """
-import keras, numpy as np, tensorflow as tf, kerasdist
+SAID = (
+    PRELUDE
+    + """
 from keras import ops
 strategy = kerasdist.RingStrategy()
 x = np.random.default_rng(0).normal(size=(8, 5)).astype("float32")
@@ -160,6 +162,7 @@ fit("function", lambda t, p: ops.max(t - p))
 fit("add_loss", "mse", layer=Largest())
 fit("train_step", kind=Own)
 """
+)
 
 
 def test_what_is_not_known_is_said_once():

@@ -6,7 +6,6 @@ import keras
 import pytest
 import tensorflow as tf
 
-from cases import mixing
 from kerasdist._keras.global_batch.row_mixing import (
     FUNCTION,
     MEAN,
@@ -20,17 +19,6 @@ K = keras.ops
 Y, P = tf.zeros((4, 3)), tf.zeros((4, 3))
 TABLE = tf.ones((3, 2))
 
-# Of these the numbers of several workers are compared with those of one process, too.
-OF_CASES = {
-    "variance": MIXED,
-    "dice": FUNCTION,
-    "tversky": FUNCTION,
-    "f1": FUNCTION,
-    "kappa": FUNCTION,
-    "normalized_focal": FUNCTION,
-    "prior": FUNCTION,
-    "root": FUNCTION,
-}
 BY_ROW = {
     "squares": lambda y, p: K.square(y - p),
     "centred row": lambda y, p: p - K.mean(p, -1, keepdims=True),
@@ -71,12 +59,6 @@ ALL = {
     **REDUCED,
     **{f"{name} of several": (MIXED, f) for name, f in OF_SEVERAL.items()},
 }
-
-
-@pytest.mark.parametrize("function", mixing.FUNCTIONS, ids=lambda each: each.__name__)
-def test_functions_of_the_cases(function):
-    expected = OF_CASES.get(function.__name__, MIXED)
-    assert kind_of_function(function, Y[:, :1], P[:, :1]) == expected
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from scripts import PRELUDE
 
 from workers import Workers
 
-SCRIPT = """
-import json, sys
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SCRIPT = (
+    PRELUDE
+    + """
 class Scaled(tf.Module):
     def __init__(self):
         super().__init__()
@@ -28,9 +25,7 @@ class Scaled(tf.Module):
     def predict(self, x):
         return x @ self.kernel
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
+logical_devices(2)
 both = ["CPU:0", "CPU:1"]
 STRATEGIES = {
     "plain": tf.distribute.get_strategy,
@@ -65,10 +60,11 @@ for kind in sys.argv[2:]:
     strategy = STRATEGIES[kind]()
     path = f"{sys.argv[1]}/{kind}-{getattr(strategy, 'rank', 0)}"
     tf.saved_model.save(Scaled(), path)
-    print("RESULT", json.dumps([kind, use(strategy, path)]), flush=True)
+    result([kind, use(strategy, path)])
     if hasattr(strategy, "close"):
         strategy.close()
 """
+)
 
 
 @pytest.mark.parametrize(

@@ -154,23 +154,6 @@ def test_a_device_has_a_visit_for_each_micro_batch():
     ]
 
 
-def test_a_visit_begins_with_what_takes_some_time_and_ends_with_it():
-    g = Graph()
-    x = g.add("", before=True)
-    shape = g.add("B", x, works=False)
-    a = g.add("A", x)
-    view = g.add("B", a, works=False)
-    b = g.add("B", view, shape)
-    c = g.add("B", b)
-    g.add("B", c, works=False)
-    g.add("C", c, works=False)
-
-    assert visits_of(g) == [
-        ("A", None, [((x,), (a,))], (a,)),
-        ("B", None, [((shape, view), (b,))], (c,)),
-    ]
-
-
 def test_what_begins_when_a_visit_is_over():
     g = Graph()
     x = g.add("", before=True)

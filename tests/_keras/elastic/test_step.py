@@ -6,23 +6,19 @@ Other steps, with real losses, are in `test_elastic_equivalence`.
 from __future__ import annotations
 
 import pytest
+from scripts import PRELUDE
 
 from places import SUPPORT
 from sessions import Session
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = f"""
-import sys
+SCRIPT = (
+    PRELUDE
+    + f"""
 sys.path.insert(0, {str(SUPPORT)!r})
 """
-SCRIPT += """
-import hashlib
-import json
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+    + """
 from elastic_double import ElasticDouble
 from keras import layers
 
@@ -64,9 +60,9 @@ def compare(train):
         section = max(first for first in firsts if first <= point)
         repeated += point - section + 1
     hit = run(train, shifted)
-    print("RESULT", json.dumps([calm, hit]), flush=True)
-
+    result([calm, hit])
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +121,8 @@ with strategy.scope():
 def repeated(call, fail_at=()):
     double.begin(fail_at)
     first = double.epoch
-    result = call()
     return {
-        "result": np.asarray(result).tolist(),
+        "result": np.asarray(call()).tolist(),
         "changes": double.epoch - first,
         "collectives": double.count,
     }
@@ -142,7 +137,7 @@ for name, call in {
     last = calm["collectives"] - 1
     # The second failure is in the repetition, at the same collective.
     found[name] = calm, repeated(call, [last, 2 * last + 1])
-print("RESULT", json.dumps(found), flush=True)
+result(found)
 """)
     for name, (calm, hit) in first.items():
         assert calm["collectives"] > 0, name

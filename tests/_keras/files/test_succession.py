@@ -215,7 +215,6 @@ def test_the_board_has_each_epoch(job: Any) -> None:
 
 
 def scalars(folder: Path, tag: str) -> dict[int, float]:
-    """The values of a tag by step, as TensorBoard reads them."""
     reader = EventAccumulator(str(folder), {"tensors": 0})
     reader.Reload()
     return {

@@ -7,7 +7,10 @@ than the tests have.
 from __future__ import annotations
 
 import os
+import zipfile
 
+import keras
+import numpy as np
 import pytest
 from scripts import PRELUDE
 from soak import soak
@@ -164,46 +167,48 @@ report["anybody"] = [
     error_of(lambda: load_model("chief.keras"))]
 """
 
+# Every rank has its own folder here: so it shows who wrote.
 SCOPED = """
-os.makedirs("scoped", exist_ok=True)
+mine = f"scoped-{rank}"
+os.makedirs(mine)
 with strategy.scope():
     m = build()
-    fit(m, [
-        keras.callbacks.ModelCheckpoint("scoped/{epoch}.keras"),
-        keras.callbacks.BackupAndRestore("scoped/backup", delete_checkpoint=False),
-        keras.callbacks.TensorBoard("scoped/board", histogram_freq=1),
-    ], validation_data=(x, y))
+    history = fit(m, [
+        keras.callbacks.ModelCheckpoint(mine + "/best.keras", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(
+            mine + "/{epoch}.weights.h5", save_weights_only=True),
+        keras.callbacks.BackupAndRestore(mine + "/backup", delete_checkpoint=False),
+        keras.callbacks.TensorBoard(mine + "/board", histogram_freq=1),
+        keras.callbacks.CSVLogger(mine + "/log.csv"),
+    ], validation_data=(x, y)).history
     if strategy.is_chief:
-        m.export("scoped/by_the_chief", verbose=False)
-        archive = keras.export.ExportArchive()
-        archive.track(m)
-        archive.add_endpoint(
-            "serve", m.call, [keras.InputSpec(shape=(None, 4), dtype="float32")])
-        archive.write_out("scoped/archive", verbose=False)
-        m.save("scoped/alone.keras")
-    m.save("scoped/all.keras")
-    again = keras.models.load_model("scoped/all.keras")
+        m.export(mine + "/exported", verbose=False)
+        m.save(mine + "/alone.keras")
+    m.save("all.keras")
+    again = load_model("all.keras")
     fit(again)
-again.save("scoped/again.keras")
+again.save("again.keras")
+again.save(mine + "/own.keras")
 report["scoped"] = [
-    total(again) == total(load_model("scoped/again.keras")),
-    sorted(os.listdir("scoped"))]
+    history, total(again), total(load_model("again.keras")),
+    again.predict(x, verbose=0).tolist()]
+report["mine"] = sorted(os.listdir(mine))
 result(report)
 """
 
 
 @pytest.fixture(scope="module", params=["ring", soak("async")])
 def job(request, ring, tmp_path_factory):
-    """What both workers have found, and the output of the second."""
+    """What both workers have found, the output of the second, and the folder."""
     mode, body = request.param, LOADED + CHECKPOINTS + ANYBODY + ORBAX + SCOPED
-    folder = str(tmp_path_factory.mktemp(mode))
+    folder = tmp_path_factory.mktemp(mode)
     if mode == "ring":
-        first, second = ring.finish(body, FOLDER=folder)
+        first, second = ring.finish(body, FOLDER=str(folder))
     else:
-        env = {"FOLDER": folder, "MODE": mode}
+        env = {"FOLDER": str(folder), "MODE": mode}
         with Workers(SCRIPT + body, 2, env=env, deadline=140, servers=1) as job:
             first, second = job.succeed()[:2]
-    return first.result, second.result, second.output
+    return first.result, second.result, second.output, folder
 
 
 def test_what_is_saved_can_be_loaded_in_the_next_line(job):
@@ -212,7 +217,7 @@ def test_what_is_saved_can_be_loaded_in_the_next_line(job):
     The model is large, so that saving takes a while. A submodel that is made outside of
     the scope was written by all ranks at once, as anything else that is no strategy's.
     """
-    first, second, _ = job
+    first, second, *_ = job
     assert first["loaded"] == second["loaded"]
     weights, found, served = first["loaded"]
     assert found == [weights] * 2 + [True] * 3
@@ -221,7 +226,7 @@ def test_what_is_saved_can_be_loaded_in_the_next_line(job):
 
 def test_checkpoints_of_tensorflow_are_written_once(job):
     """All ranks wrote into one folder, which one removed while another needed it."""
-    first, second, _ = job
+    first, second, *_ = job
     assert first["checkpoints"] == second["checkpoints"]
     paths, restored, latest, files = first["checkpoints"]
     assert paths == [f"kept/ckpt-{i}" for i in (1, 2, 3)]
@@ -233,7 +238,7 @@ def test_checkpoints_of_tensorflow_are_written_once(job):
 
 def test_it_does_not_matter_who_saves(job):
     """A barrier in `save` would hang here, or meet what the others do next."""
-    first, second, output = job
+    first, second, output, _ = job
     temporary, right, files, kept, other, fault = first["anybody"]
     assert (temporary, right, kept, other) == (True, True, "own-0/x/ckpt-1", True)
     assert fault is None
@@ -249,7 +254,7 @@ def test_it_does_not_matter_who_saves(job):
 
 def test_saved_metrics_are_those_of_all_workers(job):
     """`OrbaxCheckpoint` reads them: a collective that only the chief took part in."""
-    first, second, _ = job
+    first, second, *_ = job
     counts, difference = first["orbax"]
     assert counts == [64, 64]
     assert difference == pytest.approx(0, abs=1e-6)
@@ -262,12 +267,20 @@ def test_the_chief_writes_in_the_scope(job):
     keras.io's guide to distributed training calls `fit` in the scope, with a
     `ModelCheckpoint`.
     """
-    first, second, _ = job
+    first, second, _, folder = job
     assert first["scoped"] == second["scoped"]
-    right, files = first["scoped"]
-    assert right
-    models = [f"{name}.keras" for name in ("1", "2", "again", "all", "alone")]
-    assert files == [*models, "archive", "backup", "board", "by_the_chief"]
+    _, weights, loaded, predicted = first["scoped"]
+    assert weights == loaded
+    # What a rank saves itself, to a path that isn't the chief's, and of callbacks none.
+    assert second["mine"] == ["own.keras"]
+    models = "1.weights.h5 2.weights.h5 alone.keras backup best.keras board exported"
+    assert first["mine"] == [*models.split(), "log.csv", "own.keras"]
+    # The file loads in a process without a strategy, and needs no kerasdist.
+    with zipfile.ZipFile(folder / "again.keras") as file:
+        assert b"kerasdist" not in file.read("config.json")
+    model = keras.models.load_model(folder / "again.keras")
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    np.testing.assert_allclose(model.predict(x, verbose=0), predicted, rtol=1e-4)
 
 
 def test_only_one_rank_saves_at_the_end_of_the_script(tmp_path):

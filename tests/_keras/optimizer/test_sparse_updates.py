@@ -88,11 +88,3 @@ def test_tables_are_those_of_embedding_layers():
     found = embedding_tables(model)
     tables = [v.path for v in model.trainable_weights if id(v) in found]
     assert [path.split("/")[-2:] for path in tables] == [["table", "embeddings"]]
-
-
-def test_a_table_that_is_multiplied_with_gets_gradients_everywhere():
-    tied = getattr(keras.layers, "ReversibleEmbedding", None)
-    if tied is None:
-        pytest.skip("this Keras has no ReversibleEmbedding")
-    model = keras.Sequential([keras.Input((2,)), tied(9, 3)])
-    assert embedding_tables(model) == set()

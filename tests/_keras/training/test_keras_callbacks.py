@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-
-import keras
 import numpy as np
 import pytest
 from scripts import PRELUDE
@@ -58,43 +55,6 @@ def session():
 @pytest.fixture
 def run(session, tmp_path):
     return lambda body: session.run(body, FOLDER=str(tmp_path))
-
-
-def test_files_are_the_chiefs(run, tmp_path):
-    """Every rank has its own folder here: so it shows who wrote."""
-    body = """
-mine = os.path.join(folder, str(rank))
-os.makedirs(mine)
-m = build()
-history = fit(m, [
-    keras.callbacks.ModelCheckpoint(mine + "/best.keras", save_best_only=True),
-    keras.callbacks.ModelCheckpoint(
-        mine + "/{epoch}.weights.h5", save_weights_only=True),
-    keras.callbacks.BackupAndRestore(mine + "/backup", delete_checkpoint=False),
-    keras.callbacks.CSVLogger(mine + "/log.csv"),
-    keras.callbacks.TensorBoard(mine + "/board", histogram_freq=1),
-], epochs=2, validation_data=(x, y))
-m.save(mine + "/last.keras")
-m.export(mine + "/exported", verbose=False)
-result([sorted(os.listdir(mine)), history.history, state(m),
-        m.predict(x, verbose=0).tolist()])
-"""
-    chief, other = run(body)
-    # What it saves itself, to a path that isn't the chief's, and nothing of a callback.
-    assert other[0] == ["exported", "last.keras"]
-    written = "1.weights.h5 2.weights.h5 backup best.keras board exported last.keras"
-    assert chief[0] == [*written.split(), "log.csv"]
-    assert chief[1:] == other[1:]
-    # The file loads in a process without a strategy, with the same predictions, and
-    # needs no kerasdist.
-    with zipfile.ZipFile(tmp_path / "0" / "last.keras") as file:
-        assert b"kerasdist" not in file.read("config.json")
-    model = keras.models.load_model(tmp_path / "0" / "last.keras")
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(40, 4)).astype("float32")
-    np.testing.assert_allclose(model.predict(x, verbose=0), chief[3], rtol=1e-5)
-    served = keras.layers.TFSMLayer(tmp_path / "0" / "exported", "serve")
-    np.testing.assert_allclose(served(x), chief[3], rtol=1e-5, atol=1e-6)
 
 
 def test_decisions_are_the_same_on_all_ranks(run):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from scripts import PRELUDE
 
 from workers import Workers
 
-SCRIPT = """
-import itertools, os, sys, time
-import keras
-import tensorflow as tf
-import kerasdist
+SCRIPT = (
+    PRELUDE
+    + """
+import itertools
 
 strategy = kerasdist.RingStrategy()
 way = sys.argv[1]
@@ -51,6 +51,7 @@ except ValueError:
         sys.exit(3)
     raise
 """
+)
 
 
 def test_others_are_informed_before_a_process_waits_for_its_threads(
