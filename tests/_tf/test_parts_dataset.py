@@ -27,7 +27,12 @@ def numbers(batch):
 
 
 def test_each_replica_gets_one_part_of_a_batch():
-    found = [numbers(batch) for batch in parts(6)]
+    dataset = parts(6)
+    assert iter(dataset).element_spec == dataset.element_spec
+    leaves = tf.nest.flatten(dataset.element_spec, expand_composites=True)
+    fill, number = tf.TensorSpec([None], tf.int64), tf.TensorSpec([], tf.int64)
+    assert leaves == [fill, fill, number, number]
+    found = [numbers(batch) for batch in dataset]
     assert found == [
         [([], 0), ([1], 1)],
         [([2, 2], 2), ([], 3)],
@@ -51,3 +56,21 @@ def test_a_function_takes_iterators_and_is_traced_once():
         with pytest.raises(tf.errors.OutOfRangeError):
             take(iterator)
     assert len(traced) == 1
+
+
+def test_an_optional_has_a_batch_or_none():
+    iterator = iter(parts(4))
+    assert isinstance(iterator, tf.distribute.DistributedIterator)
+
+    @tf.function
+    def count():
+        total = tf.constant(0, tf.int64)
+        batch = iterator.get_next_as_optional()
+        while batch.has_value():
+            first, second = batch.get_value()[1]["n"].values
+            total += first * 10 + second
+            batch = iterator.get_next_as_optional()
+        return total
+
+    assert int(count()) == 1 + 23
+    assert not iterator.get_next_as_optional().has_value()

@@ -8,6 +8,7 @@ from kerasdist.placement.micro_batch_order import (
     find_edges,
     find_next,
     find_visits,
+    union_length,
 )
 
 
@@ -119,6 +120,70 @@ def test_edges_that_would_make_a_cycle_are_left_out():
     assert all(max(before) < min(after) for _, before, after in found)
 
 
+def test_an_operation_without_a_device_is_where_its_input_is():
+    graph = Graph()
+    ways = []
+    for m in range(2):
+        x = graph.mark(m)
+        a = graph.add("A", x)
+        table = graph.add("")  # a variable: of no micro-batch
+        ways.append((a, graph.add("", a, table)))
+
+    assert graph.edges == [("A", (ways[0][1],), (ways[1][0],))]
+
+
+def test_forward_and_back_without_micro_batches():
+    g = Graph()
+    x = g.add("", before=True)
+    a = g.add("A", x)
+    b = g.add("A", a)
+    c = g.add("B", b)
+    loss = g.add("B", c)
+    d = g.add("B", loss, c)
+    e = g.add("A", d, a)
+    f = g.add("A", e)
+    update = g.add("B", d)
+
+    assert visits_of(g) == [
+        ("A", None, [((x,), (a,))], (b,)),
+        ("B", None, [((b,), (c,))], (update,)),
+        ("A", None, [((a, d), (e,))], (f,)),
+    ]
+
+
+def test_a_visit_begins_with_what_takes_some_time_and_ends_with_it():
+    g = Graph()
+    x = g.add("", before=True)
+    shape = g.add("B", x, works=False)
+    a = g.add("A", x)
+    view = g.add("B", a, works=False)
+    b = g.add("B", view, shape)
+    c = g.add("B", b)
+    g.add("B", c, works=False)
+    g.add("C", c, works=False)
+
+    assert visits_of(g) == [
+        ("A", None, [((x,), (a,))], (a,)),
+        ("B", None, [((shape, view), (b,))], (c,)),
+    ]
+
+
+def test_what_may_begin_at_different_times_is_in_different_groups():
+    g = Graph()
+    x = g.add("", before=True)
+    a = g.add("A", x)
+    b = g.add("A", a)
+    early, late, also = g.add("B", a), g.add("B", b), g.add("B", b)
+    end = g.add("B", early, late, also)
+
+    assert visits_of(g)[1] == (
+        "B",
+        None,
+        [((a,), (early,)), ((b,), (late, also))],
+        (end,),
+    )
+
+
 # What each device does of a step without waiting for other devices.
 
 
@@ -183,3 +248,15 @@ def test_what_begins_when_a_visit_is_over():
     assert [len(found) for found in find_next(g.nodes, visits, 1)] == [1, 1, 1, 1, 0]
     # So many that it would take too long.
     assert not any(find_next(g.nodes, visits * 101, 9))
+    # What overlaps counts once.
+    assert union_length([(4, 6), (1, 5), (2, 3)]) == 5
+
+
+def test_edges_may_go_back():
+    """As those do by which micro-batches are put in order."""
+    g = Graph()
+    x = g.add("", before=True)
+    g.add("A", x, 2)
+    a = g.add("A", x)
+
+    assert visits_of(g) == [("A", None, [((0,), (a,))], (1,))]
