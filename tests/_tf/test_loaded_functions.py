@@ -58,7 +58,7 @@ def use(strategy, path):
 
 for kind in sys.argv[2:]:
     strategy = STRATEGIES[kind]()
-    path = f"{sys.argv[1]}/{kind}-{getattr(strategy, 'rank', 0)}"
+    path = f"{sys.argv[1]}/{kind}-{os.getpid()}"
     tf.saved_model.save(Scaled(), path)
     result([kind, use(strategy, path)])
     if hasattr(strategy, "close"):
@@ -69,16 +69,16 @@ for kind in sys.argv[2:]:
 
 @pytest.mark.parametrize(
     ("kinds", "size", "servers"),
-    [(("ring", "replicas"), 2, 0), (("placed", "async"), 1, 1)],
+    [(("ring", "replicas"), 2, 0), (("async", "placed"), 1, 1)],
 )
 def test_they_can_be_called_in_the_scope(kinds, size, servers, tmp_path):
     """TensorFlow gives them placeholders there: "Trying to access a placeholder that is
     not supposed to be executed"."""
-    args = [str(tmp_path), "plain", *kinds]
+    args = [str(tmp_path), *kinds, "plain"]  # a server ends in the first one
     with Workers(SCRIPT, size, args, deadline=120, servers=servers) as job:
         workers = job.succeed()[:size]
     for worker in workers:
-        (_, plain), *others = worker.results
+        *others, (_, plain) = worker.results
         assert [kind for kind, _ in others] == list(kinds)
         for kind, found in others:
             copies = found.pop("copies")

@@ -190,7 +190,8 @@ with strategy.scope():
 again.save("again.keras")
 again.save(mine + "/own.keras")
 report["scoped"] = [
-    history, total(again), total(load_model("again.keras")),
+    history, int(again.optimizer.iterations), total(again),
+    total(load_model("again.keras")),
     again.predict(x, verbose=0).tolist()]
 report["mine"] = sorted(os.listdir(mine))
 result(report)
@@ -269,8 +270,9 @@ def test_the_chief_writes_in_the_scope(job):
     """
     first, second, _, folder = job
     assert first["scoped"] == second["scoped"]
-    _, weights, loaded, predicted = first["scoped"]
+    _, steps, weights, loaded, predicted = first["scoped"]
     assert weights == loaded
+    assert steps == 16  # it goes on with its optimizer
     # What a rank saves itself, to a path that isn't the chief's, and of callbacks none.
     assert second["mine"] == ["own.keras"]
     models = "1.weights.h5 2.weights.h5 alone.keras backup best.keras board exported"

@@ -48,6 +48,8 @@ def loop(jit=False, seed=1):
     def step(a, b):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum((model(a) - b) ** 2) / 16
+            if loss < 0.0:  # which TensorFlow refuses if it isn't converted
+                loss = -loss
         weights = model.trainable_variables
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
         return loss
@@ -117,38 +119,18 @@ def autograph():
         converted.append(entity.__qualname__.rpartition(".")[2])
         return convert(entity, context)
 
-    api._convert_actual = note
-    x = np.arange(64, dtype="float32")[:, None]
-    rows = tf.data.Dataset.from_tensor_slices((x, x))
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(1e-5), "mse", metrics=["mae"])
-
     def halved(a, b):
         return a / 2, b
 
+    api._convert_actual = note
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=["mae"])
     # Its own rows only, and whole batches.
-    model.fit(rows.map(halved).batch(8), verbose=0)
-    model.fit(rows.batch(8).map(halved), verbose=0)
-
-    def step(batch):
-        a, b = batch
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((model(a) - b) ** 2)
-        model.optimizer.apply(
-            tape.gradient(loss, model.trainable_variables), model.trainable_variables)
-        if tf.reduce_sum(a) < 0:
-            return tf.constant(-1.0)
-        else:
-            return tf.constant(1.0)
-
-    @tf.function
-    def train(batch):
-        return strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
-
-    batches = strategy.experimental_distribute_dataset(rows.batch(8))
-    ones = [float(train(batch)) for batch in batches]
-    return [sorted(set(converted)), ones]
+    model.fit(data.unbatch().map(halved).batch(16), verbose=0)
+    model.fit(data.map(halved), verbose=0)
+    loop()
+    return sorted(set(converted))
 """
 RING = """
 def build():
@@ -168,10 +150,9 @@ def test_a_ring():
     assert first.output.count("updates outside of `strategy.run`") == 1
     assert "updates outside" not in second.output
     for rank, worker in enumerate((first, second)):
-        known, jit, _, (converted, ones), sizes = worker.result
+        known, jit, _, converted, sizes = worker.result
         # Of the script's functions all, and none of ours.
         assert converted == ["halved", "step", "train"]
-        assert ones == [2.0] * 8
         assert known == ["worker", rank, 2]
         assert jit[0] == "ValueError"
         assert "inside of `tf.function(jit_compile=True)`" in jit[1]
