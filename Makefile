@@ -125,7 +125,7 @@ test-next: $(VENV)/.test
 	@PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python -c \
 	  'import keras; print("Keras", keras.__version__, "in", keras.__path__[0])'
 	PYTHONPATH="$(abspath $(KERAS_MAIN))" $(BIN)/python $(PYTEST) \
-	  tests/strategies/test_equivalence.py tests/_keras/test_install.py tests/_keras/test_patches.py \
+	  tests/strategies/test_equivalence.py tests/_keras/test_patches.py \
 	  tests/_keras/test_tracebacks.py $(PYTEST_ARGS)
 
 # All that the pages tell to type; `make test` runs a quarter of it.

@@ -54,42 +54,30 @@ def frames(error):
     return [name for name, _ in found], ours
 
 
-@pytest.fixture
-def afresh():
-    """Strategies put in what they need, and no more."""
-    _keras.uninstall()
-
-
-@pytest.mark.usefixtures("afresh")
-@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("cause", [*CAUSES, "placed"])
 def test_an_error_under_fit_ends_in_the_users_line(cause):
     """Once there were two frames of ours for each function of Keras that is wrapped.
 
     They filled most of a screen, and that of a layer ended in Keras.
     """
-    given, kind, last = CAUSES[cause]
-    strategy = kerasdist.RingStrategy(["CPU:0"])
+    _keras.uninstall()  # strategies put in what they need, and no more
+    placed = cause == "placed"
+    given, kind, last = CAUSES["loss" if placed else cause]
+    if placed:
+        strategy = kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
+    else:
+        strategy = kerasdist.RingStrategy(["CPU:0"])
     with strategy.scope(), pytest.raises(kind) as caught:
         train(**given)
     names, ours = frames(caught.value)
     assert names[-1] == last
-    assert ours == ["fit"]
-    assert len(names) <= 5
+    assert ours == ["name_the_lost", "fit"][not placed :]
+    assert len(names) <= 5 + placed
     strategy.close()
 
 
-@pytest.mark.usefixtures("afresh")
-def test_with_a_placement_there_are_two_of_ours():
-    strategy = kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
-    with strategy.scope(), pytest.raises(NameError) as caught:
-        train(loss=wrong_loss)
-    names, ours = frames(caught.value)
-    assert names[-1] == "wrong_loss"
-    assert ours == ["name_the_lost", "fit"]
-
-
-@pytest.mark.usefixtures("afresh")
 def test_layers_without_a_placement_are_called_as_in_plain_keras():
+    _keras.uninstall()
     plain = keras.layers.Layer.__call__
     strategy = kerasdist.RingStrategy(["CPU:0"])
     assert keras.layers.Layer.__call__ is plain

@@ -17,29 +17,15 @@ class Equal:
         return True
 
 
-class Fact:
-    """The fact about one object."""
-
-
-def test_a_fact_belongs_to_one_object():
+def test_a_fact_belongs_to_one_object_and_ends_with_it():
     mark = Mark()
-    one, other = Equal(), Equal()
+    one, other, fact = Equal(), Equal(), Equal()
     mark.set(one, "first")
     assert (mark.get(one), mark.get(other)) == ("first", None)
-    mark.set(one, "second")
-    assert mark.get(one) == "second"
-    assert mark.pop(one) == "second"
-    assert (mark.pop(one), mark.get(one)) == (None, None)
-
-
-def test_a_fact_ends_with_its_object():
-    mark = Mark()
-    one = Equal()
+    assert mark.pop(one) == "first"
+    mark.set(one, fact)
     one.itself = one
-    facts = [Fact(), Fact()]
-    for fact in facts:
-        mark.set(one, fact)
-    kept = weakref.WeakSet(facts)
-    del one, fact, facts
+    kept = weakref.ref(fact)
+    del one, fact
     gc.collect()
-    assert len(kept) == 0
+    assert kept() is None

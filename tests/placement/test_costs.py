@@ -11,23 +11,21 @@ LAYER = LayerCost(
 )
 
 
-def test_activations_of_all_micro_batches_are_held():
-    for parts in (1, 4):
-        run = Run(batch_size=100, micro_batches=parts)
-        assert LAYER.activation_bytes(run) == 1007
-        assert LAYER.transient_bytes(run) == 400 / parts
-        assert LAYER.flops(run) == 1500
-
-
-def test_with_rematerialization_those_of_one():
-    run = Run(batch_size=100, micro_batches=4, rematerialize=True)
-    assert LAYER.activation_bytes(run) == 257
-    assert LAYER.flops(run) == 2000
-
-
-def test_the_largest_part_counts():
+@pytest.mark.parametrize(
+    ("parts", "again", "held", "transient", "flops"),
+    [
+        (1, False, 1007, 400, 1500),
+        # Activations of all micro-batches are held; if computed again, those of one.
+        (4, False, 1007, 100, 1500),
+        (4, True, 257, 100, 2000),
+    ],
+)
+def test_what_a_layer_costs(parts, again, held, transient, flops):
+    run = Run(batch_size=100, micro_batches=parts, rematerialize=again)
+    assert LAYER.activation_bytes(run) == held
+    assert LAYER.transient_bytes(run) == transient
+    assert LAYER.flops(run) == flops
     assert Run(batch_size=10, micro_batches=4).part_rows == 3
-    assert Run(batch_size=2, micro_batches=4).part_rows == 1
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,15 @@
-"""The order of micro-batches on each device, as edges of a graph."""
+"""The order of micro-batches on each device, as edges of a graph; and the visits."""
 
 from __future__ import annotations
 
-from kerasdist.placement.micro_batch_order import MicroBatch, Operation, find_edges
+from kerasdist.placement.micro_batch_order import (
+    MicroBatch,
+    Operation,
+    find_edges,
+    find_next,
+    find_visits,
+    union_length,
+)
 
 
 class Graph:
@@ -12,15 +19,13 @@ class Graph:
         self.nodes = []
         self.marks = {}
 
-    def add(self, device, *inputs, has_effects=False):
-        self.nodes.append(
-            Operation(inputs=inputs, device=device, has_effects=has_effects)
-        )
+    def add(self, device, *inputs, **more):
+        self.nodes.append(Operation(inputs=inputs, device=device, **more))
         return len(self.nodes) - 1
 
-    def mark(self, part, *inputs, device="", call=0, backward=False):
-        self.marks[len(self.nodes)] = MicroBatch(call, part, backward)
-        return self.add(device, *inputs)
+    def mark(self, part, *inputs, device="", backward=False):
+        self.marks[len(self.nodes)] = MicroBatch(0, part, backward)
+        return self.add(device, *inputs, works=False)
 
     @property
     def edges(self):
@@ -98,18 +103,6 @@ def test_two_ways_over_one_device_are_two_visits():
     ]
 
 
-def test_an_operation_without_a_device_is_where_its_input_is():
-    graph = Graph()
-    ways = []
-    for m in range(2):
-        x = graph.mark(m)
-        a = graph.add("A", x)
-        table = graph.add("")  # a variable: of no micro-batch
-        ways.append((a, graph.add("", a, table)))
-
-    assert graph.edges == [("A", (ways[0][1],), (ways[1][0],))]
-
-
 def test_edges_that_would_make_a_cycle_are_left_out():
     """A gradient of gradients: of all micro-batches, and then of each once more."""
     graph = Graph()
@@ -127,8 +120,143 @@ def test_edges_that_would_make_a_cycle_are_left_out():
     assert all(max(before) < min(after) for _, before, after in found)
 
 
-def test_without_marks_there_are_no_edges():
+def test_an_operation_without_a_device_is_where_its_input_is():
     graph = Graph()
-    graph.add("B", graph.add("A"))
+    ways = []
+    for m in range(2):
+        x = graph.mark(m)
+        a = graph.add("A", x)
+        table = graph.add("")  # a variable: of no micro-batch
+        ways.append((a, graph.add("", a, table)))
 
-    assert graph.edges == []
+    assert graph.edges == [("A", (ways[0][1],), (ways[1][0],))]
+
+
+def test_forward_and_back_without_micro_batches():
+    g = Graph()
+    x = g.add("", before=True)
+    a = g.add("A", x)
+    b = g.add("A", a)
+    c = g.add("B", b)
+    loss = g.add("B", c)
+    d = g.add("B", loss, c)
+    e = g.add("A", d, a)
+    f = g.add("A", e)
+    update = g.add("B", d)
+
+    assert visits_of(g) == [
+        ("A", None, [((x,), (a,))], (b,)),
+        ("B", None, [((b,), (c,))], (update,)),
+        ("A", None, [((a, d), (e,))], (f,)),
+    ]
+
+
+def test_a_visit_begins_with_what_takes_some_time_and_ends_with_it():
+    g = Graph()
+    x = g.add("", before=True)
+    shape = g.add("B", x, works=False)
+    a = g.add("A", x)
+    view = g.add("B", a, works=False)
+    b = g.add("B", view, shape)
+    c = g.add("B", b)
+    g.add("B", c, works=False)
+    g.add("C", c, works=False)
+
+    assert visits_of(g) == [
+        ("A", None, [((x,), (a,))], (a,)),
+        ("B", None, [((shape, view), (b,))], (c,)),
+    ]
+
+
+def test_what_may_begin_at_different_times_is_in_different_groups():
+    g = Graph()
+    x = g.add("", before=True)
+    a = g.add("A", x)
+    b = g.add("A", a)
+    early, late, also = g.add("B", a), g.add("B", b), g.add("B", b)
+    end = g.add("B", early, late, also)
+
+    assert visits_of(g)[1] == (
+        "B",
+        None,
+        [((a,), (early,)), ((b,), (late, also))],
+        (end,),
+    )
+
+
+# What each device does of a step without waiting for other devices.
+
+
+def visits_of(graph):
+    return [
+        (
+            visit.device,
+            None if visit.part is None else visit.part.number,
+            [(group.after, group.entries) for group in visit.groups],
+            visit.exits,
+        )
+        for visit in find_visits(graph.nodes, graph.marks)
+    ]
+
+
+def test_a_device_has_a_visit_for_each_micro_batch():
+    g = Graph()
+    x = g.add("", before=True)
+    x0, x1 = g.mark(0, x), g.mark(1, x)
+    a0 = g.add("A", x0)
+    b0 = g.add("B", a0)
+    done = g.add("A", a0, orders=True, works=False)
+    a1 = g.add("A", x1, done)
+    b1 = g.add("B", a1)
+    loss = g.add("B", b0, b1)
+
+    assert visits_of(g) == [
+        ("A", 0, [((x0,), (a0,))], (a0,)),
+        ("B", 0, [((a0,), (b0,))], (b0,)),
+        ("A", 1, [((x1, done), (a1,))], (a1,)),
+        ("B", 1, [((a1,), (b1,))], (b1,)),
+        ("B", None, [((b0, b1), (loss,))], (loss,)),
+    ]
+
+
+def test_what_begins_when_a_visit_is_over():
+    g = Graph()
+    x = g.add("", before=True)
+    x0, x1 = g.mark(0, x), g.mark(1, x)
+    a0, more = g.add("A", x0), g.add("A", x0)
+    b0 = g.add("B", a0)  # it waits for a part of the first visit
+    done = g.add("A", a0, more, orders=True, works=False)
+    a1 = g.add("A", x1, done)
+    b1 = g.add("B", a1)
+    g.add("B", b0, b1)
+
+    visits = find_visits(g.nodes, g.marks)
+    assert [(v.device, v.part and v.part.number) for v in visits] == [
+        ("A", 0),
+        ("B", 0),
+        ("A", 1),
+        ("B", 1),
+        ("B", None),
+    ]
+    assert find_next(g.nodes, visits, 9) == [
+        [(2, 0), (3, 0), (4, 0)],
+        [(4, 0)],
+        [(3, 0), (4, 0)],
+        [(4, 0)],
+        [],
+    ]
+    assert [len(found) for found in find_next(g.nodes, visits, 1)] == [1, 1, 1, 1, 0]
+    # So many that it would take too long.
+    assert not any(find_next(g.nodes, visits * 101, 9))
+    # What overlaps counts once.
+    assert union_length([(4, 6), (1, 5), (2, 3)]) == 5
+
+
+def test_edges_may_go_back():
+    """As those do by which micro-batches are put in order."""
+    g = Graph()
+    x = g.add("", before=True)
+    g.add("A", x, 2)
+    a = g.add("A", x)
+
+    assert visits_of(g) == [("A", None, [((0,), (a,))], (1,))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 
 import pytest
@@ -29,61 +30,29 @@ def devices(*limits: int | None) -> list[Device]:
     ]
 
 
-def test_a_placement_names_a_device_for_each_layer_in_order():
-    plan = make_plan(chain(), Run(batch_size=4), devices(100 * MB, 100 * MB))
-    assert plan.fits
-    assert list(plan.placement) == [f"dense_{i}" for i in range(8)]
-    assert list(plan.placement.values()) == ["GPU:0"] * 4 + ["GPU:1"] * 4
-    assert len(plan.layers) == 8
-
-
 def test_the_tables():
     model = chain(slot_bytes=20 * MB, gradient_bytes=10 * MB, saved_row_bytes=1000.0)
     run = Run(batch_size=1000, micro_batches=4)
-    text = str(make_plan(model, run, devices(200 * MB, None)))
-    lines = text.splitlines()
+    plan = make_plan(model, run, devices(200 * MB, None))
+    assert list(plan.placement.values()) == ["GPU:0"] * 4 + ["GPU:1"] * 4
+    lines = str(plan).splitlines()
     assert lines[0] == "Layers, for a batch of 1000 rows in 4 micro-batches:"
     (row,) = [line for line in lines if line.startswith("dense_7")]
-    assert re.split(r"  +", row) == [
-        "dense_7",
-        "Dense",
-        "10 MB",
-        "30 MB",
-        "1 MB",
-        "3 M",
-        "GPU:1",
-    ]
+    assert " | ".join(re.split(r"  +", row)) == (
+        "dense_7 | Dense | 10 MB | 30 MB | 1 MB | 3 M | GPU:1"
+    )
+    # Of each layer 1 MB is held for all parts, or 0.25 MB for one.
+    run = dataclasses.replace(run, rematerialize=True)
+    again = make_plan(chain(4, saved_row_bytes=1000.0), run, devices(100 * MB))
+    assert str(again).endswith("\nComputing activations again saves 3 MB on GPU:0.")
     (total,) = [line for line in lines if line.startswith("all layers")]
     assert re.split(r"  +", total)[1:] == ["80 MB", "240 MB", "8 MB", "24 M"]
     (first,) = [line for line in lines if line.startswith("GPU:0")]
-    assert re.split(r"  +", first) == [
-        "GPU:0",
-        "4",
-        "40 MB",
-        "120 MB",
-        "4 MB",
-        "0 B",
-        "161 MB",
-        "200 MB",
-        "80 %",
-        "50 %",
-    ]
+    assert " | ".join(re.split(r"  +", first)) == (
+        "GPU:0 | 4 | 40 MB | 120 MB | 4 MB | 0 B | 161 MB | 200 MB | 80 % | 50 %"
+    )
     assert lines[-2:] == ["  GPU:0: as it was given", "  GPU:1: as it was given"]
     assert all(line == line.rstrip() for line in lines)
-
-
-def test_what_activations_that_are_computed_again_save():
-    model = chain(4, saved_row_bytes=1000.0)
-    run = Run(batch_size=1000, micro_batches=4, rematerialize=True)
-    plan = make_plan(model, run, devices(100 * MB))
-    # Of each layer 1 MB is held for all parts, or 0.25 MB for one.
-    assert plan.spared == (3 * MB,)
-    assert str(plan).endswith("\nComputing activations again saves 3 MB on GPU:0.")
-
-    kept = dataclasses.replace(run, rematerialize=False)
-    other = make_plan(model, kept, devices(100 * MB))
-    assert other.cut.memory[0] - plan.cut.memory[0] == other.spared[0] == 3 * MB
-    assert "saves" not in str(other)
 
 
 def test_a_smaller_batch_more_micro_batches_and_rematerialization():
@@ -99,19 +68,15 @@ def test_a_smaller_batch_more_micro_batches_and_rematerialization():
             found[name] = int(number)
 
     def fits(**changes: int) -> bool:
-        return (
-            StageCosts(model, dataclasses.replace(run, **changes)).best(limits)
-            is not None
-        )
+        changed = dataclasses.replace(run, **changes)
+        return StageCosts(model, changed).best(limits) is not None
 
     assert fits(batch_size=found["batch_size"])
     assert not fits(batch_size=found["batch_size"] + 1)
     assert fits(micro_batches=found["micro_batches"])
     assert not fits(micro_batches=found["micro_batches"] - 1)
-    again = [line for line in caught.value.advice if "rematerialize" in line]
-    assert again == ["rematerialize=True with micro_batches=2 (at least)"] or fits(
-        rematerialize=True
-    )
+    again = "rematerialize=True with micro_batches=2 (at least)"
+    assert again in caught.value.advice
 
 
 def whole(*megabytes: float, **values: float) -> ModelCost:
@@ -170,14 +135,9 @@ def test_what_would_help(model, rows, limits, advice, said):
     assert all(f"  - {line}" in str(caught.value) for line in advice)
 
 
-def test_a_plan_needs_a_device():
+def test_an_error_can_be_sent_to_another_process():
     with pytest.raises(ValueError, match=r"^A plan needs a device\."):
         make_plan(chain(), Run(batch_size=1), [])
-
-
-def test_an_error_says_it_in_another_process_too():
-    import pickle
-
     with pytest.raises(PlanError) as caught:
         make_plan(chain(), Run(batch_size=4), devices(25 * MB))
     copied = pickle.loads(pickle.dumps(caught.value))
@@ -188,12 +148,10 @@ def test_an_error_says_it_in_another_process_too():
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("16GB", 16 * 10**9),
         ("16 GiB", 16 * 2**30),
         ("512mb", 512 * 10**6),
         ("1.5G", 15 * 10**8),
-        ("1e9", 10**9),
-        ("4096", 4096),
+        ("1e9", 1e9),
     ],
 )
 def test_sizes_are_read(text, size):
@@ -207,11 +165,5 @@ def test_what_is_no_size(text):
 
 
 def test_sizes_are_written():
-    assert [human_bytes(n) for n in (0, 999, 1000, 999_999, 1.5e9, float("inf"))] == [
-        "0 B",
-        "999 B",
-        "1 KB",
-        "1 MB",
-        "1.5 GB",
-        "not limited",
-    ]
+    sizes = [human_bytes(n) for n in (999, 1000, 999_999, 1.5e9, float("inf"))]
+    assert sizes == ["999 B", "1 KB", "1 MB", "1.5 GB", "not limited"]

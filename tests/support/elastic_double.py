@@ -59,9 +59,7 @@ class ElasticDouble:
             ),
             hooks.log_once,
         )
-        self._facets, self._plain = facets, hooks
-        self._hooks = dataclasses.replace(hooks, elastic=self, data=data)
-        facets.hooks = self._hooks
+        facets.hooks = dataclasses.replace(hooks, elastic=self, data=data)
         calls = "all_reduce", "all_gather", "exchange_rows", "broadcast", "barrier"
         for name in calls:
             self._count_calls(name)
@@ -88,15 +86,6 @@ class ElasticDouble:
 
     def join(self) -> None:
         raise RuntimeError("no worker joins")
-
-    @contextlib.contextmanager
-    def absent(self) -> Iterator[None]:
-        """Let the job not be an elastic one in the block."""
-        self._facets.hooks = self._plain
-        try:
-            yield
-        finally:
-            self._facets.hooks = self._hooks
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:

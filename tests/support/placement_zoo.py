@@ -219,20 +219,12 @@ def _rows(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).normal(size=(ROWS, *shape)).astype("float32")
 
 
-def _words(length: int, most: int) -> np.ndarray:
-    return np.random.RandomState(3).randint(0, most, size=(ROWS, length))
-
-
 def _plain_data() -> dict[str, Any]:
     return {"x": _rows(6), "y": _rows(3, seed=1)}
 
 
 def _sequence_data() -> dict[str, Any]:
     return {"x": _rows(5, 4), "y": _rows(3, seed=1)}
-
-
-def _word_data() -> dict[str, Any]:
-    return {"x": _words(5, 11), "y": _rows(3, seed=1)}
 
 
 def _image_data() -> dict[str, Any]:
@@ -265,19 +257,6 @@ def _everything() -> dict[str, Any]:
         ),
         "loss": "mse",
     }
-
-
-def _sequential(stage: Any) -> Any:
-    del stage
-    return keras.Sequential(
-        [
-            layers.Dense(8, name="on0_dense"),  # without activation: BiasAddGrad
-            layers.Dropout(0.3, name="on1_dropout"),
-            layers.Dense(8, activation="relu", name="on1_dense"),
-            layers.BatchNormalization(name="on2_norm"),
-            layers.Dense(3, name="on2_dense"),
-        ]
-    )
 
 
 def _skip(stage: Any) -> Any:
@@ -338,17 +317,6 @@ def _recurrent(stage: Any) -> Any:
         [
             layers.LSTM(4, return_sequences=True, name="on0_lstm"),
             layers.GRU(4, name="on1_gru"),
-            layers.Dense(3, name="on2_out"),
-        ]
-    )
-
-
-def _bidirectional(stage: Any) -> Any:
-    del stage
-    return keras.Sequential(
-        [
-            layers.Embedding(11, 4, mask_zero=True, name="on0_words"),
-            layers.Bidirectional(layers.LSTM(3), name="on1_both"),
             layers.Dense(3, name="on2_out"),
         ]
     )
@@ -415,16 +383,6 @@ def _functions(stage: Any) -> Any:
             layers.Dense(3, name="on2_out"),
         ]
     )
-
-
-def _attention(stage: Any) -> Any:
-    del stage
-    x = keras.Input((5,), dtype="int32")
-    h = layers.Embedding(11, 4, name="on0_words")(x)
-    attended = layers.MultiHeadAttention(2, 2, name="on1_attention")(h, h)
-    h = layers.LayerNormalization(name="on1_norm")(h + attended)
-    h = layers.GlobalAveragePooling1D(name="on2_pool")(h)
-    return keras.Model(x, layers.Dense(3, name="on2_out")(h))
 
 
 def _convolution(stage: Any) -> Any:
@@ -566,24 +524,17 @@ def _many_data() -> dict[str, Any]:
     }
 
 
-def _several_steps() -> dict[str, Any]:
-    return {**_adam(), "steps_per_execution": 2}
-
-
 def _kind(build: Any, data: Any, compiled: Any, **more: Any) -> Kind:
     return Kind(build=build, data=data, compile=compiled, **more)
 
 
 ZOO: dict[str, Kind] = {
-    "sequential": _kind(_sequential, _plain_data, _simple, by_rows=False),
     "skip": _kind(_skip, _plain_data, _adam, exact=False),
     "subclassed": _kind(lambda stage: Subclassed(), _plain_data, _adam),
     "shared": _kind(_shared, _plain_data, _adam),
     "recurrent": _kind(_recurrent, _sequence_data, _simple),
-    "bidirectional": _kind(_bidirectional, _word_data, _simple),
     "control_flow": _kind(_control_flow, _plain_data, _simple, by_rows=False),
     "functions": _kind(_functions, _plain_data, _simple),
-    "attention": _kind(_attention, _word_data, _adam),
     "convolution": _kind(
         _convolution, _image_data, _classes, by_rows=False, exact=False
     ),
@@ -593,7 +544,6 @@ ZOO: dict[str, Kind] = {
     "half": _kind(_half, _plain_data, _scaled_loss),
     "own_step": _kind(_own_step, _plain_data, _simple, exact=False),
     "many": _kind(_many, _many_data, _simple),
-    "several_steps": _kind(_deep, _plain_data, _several_steps),
 }
 
 # On how many devices a kind is placed; where batches are cut, too, the other number.

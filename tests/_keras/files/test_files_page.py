@@ -114,7 +114,7 @@ def test_everything_in_keras_that_takes_a_path_was_looked_at():
     assert unknown == []
 
 
-def test_a_lambdamay_stop_the_training_after_a_batch():
+def test_a_lambda_may_stop_the_training_after_a_batch():
     """It is an attribute of the callback: a stop on one rank wasn't agreed on."""
     assert may_stop(keras.callbacks.LambdaCallback(on_train_batch_end=print))
     assert not may_stop(keras.callbacks.LambdaCallback(on_epoch_end=print))

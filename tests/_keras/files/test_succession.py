@@ -107,43 +107,38 @@ strategy.close()
 )
 
 
-def fit(folder: Path, size: int, ends: dict[int, Any]) -> list[Any]:
-    """Runs the script; returns what each rank printed, and its output."""
-    env = {"FOLDER": str(folder), "ENDS": json.dumps(ends)}
-    with Workers(SCRIPT, size, env=env, deadline=150) as job:
-        finished = job.wait()
-    for each in finished:
-        assert (each.returncode != 0) == (each.rank in ends), each.output
-    return finished
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one process computes."""
-    (only,) = fit(tmp_path_factory.mktemp("alone"), 1, {})
-    return only.result
-
-
 # In the midst of an epoch's callbacks, of which some have written and some haven't; in
 # the midst of an epoch; and in a file for which all wait.
 ENDS = {0: ["middle", "epoch", 1], 1: ["middle", "step", 3, 2], 2: ["checkpoint"]}
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """The folder of a job that lost three chiefs, and its workers."""
-    folder = tmp_path_factory.mktemp("job")
-    return folder, fit(folder, len(ENDS) + 1, ENDS)
+def both(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder and workers of a job that lost three chiefs, and one process alone."""
+    folders = tmp_path_factory.mktemp("job"), tmp_path_factory.mktemp("alone")
+    env, other = (
+        {"FOLDER": str(folder), "ENDS": json.dumps(ends)}
+        for folder, ends in zip(folders, (ENDS, {}), strict=True)
+    )
+    with (
+        Workers(SCRIPT, len(ENDS) + 1, env=env, deadline=150) as job,
+        Workers(SCRIPT, 1, env=other, deadline=150) as single,
+    ):
+        finished, (only,) = job.wait(), single.succeed()
+    for each in finished:
+        assert (each.returncode != 0) == (each.rank in ENDS), each.output
+    return folders[0], finished, only.result
 
 
 @pytest.fixture
-def job(workers: tuple[Path, list[Any]]) -> tuple[Path, Any]:
+def job(both: Any) -> tuple[Path, Any]:
     """The folder, and the last worker."""
-    return workers[0], workers[1][-1]
+    return both[0], both[1][-1]
 
 
-def test_callbacks_decide_as_in_one_process(job: Any, alone: Any) -> None:
-    found = job[1].result
+def test_callbacks_decide_as_in_one_process(both: Any) -> None:
+    _, finished, alone = both
+    found = finished[-1].result
     assert found["rank"] == 0
     assert found["steps"] == alone["steps"]
     assert found["waited"] == alone["waited"]
@@ -167,7 +162,7 @@ def test_the_log_has_each_epoch_once(job: Any) -> None:
             assert float(value) == pytest.approx(history[name][int(row[0])])
 
 
-def test_checkpoints_are_those_of_all_epochs(job: Any, alone: Any) -> None:
+def test_checkpoints_are_those_of_all_epochs(job: Any) -> None:
     folder, last = job
     epochs = len(last.result["sums"])
     for epoch in range(epochs):
@@ -185,20 +180,16 @@ def test_checkpoints_are_those_of_all_epochs(job: Any, alone: Any) -> None:
     facts = json.loads((folder / "backup" / "training_metadata.json").read_text())
     assert facts["epoch"] == epochs
     end = keras.models.load_model(folder / "end.keras")
-    total = sum(float(np.abs(w).sum()) for w in end.get_weights())
+    right = end.get_weights()
+    total = sum(float(np.abs(w).sum()) for w in right)
     assert total == pytest.approx(last.result["end"], rel=1e-6)
-
-
-def test_a_checkpoint_is_whole(job: Any) -> None:
-    folder, last = job
+    # For which all waited: the chief was killed while it wrote.
     assert tf.train.latest_checkpoint(folder / "kept") == str(folder / "kept/ckpt-1")
     assert last.result["kept"] == "kept/ckpt-1"
-    model = keras.models.load_model(folder / "end.keras")
-    right = model.get_weights()
-    model.set_weights([np.zeros_like(weight) for weight in right])
-    saved = tf.train.Checkpoint(model=model)
+    end.set_weights([np.zeros_like(weight) for weight in right])
+    saved = tf.train.Checkpoint(model=end)
     saved.restore(str(folder / "kept/ckpt-1")).expect_partial()
-    for weight, other in zip(model.get_weights(), right, strict=True):
+    for weight, other in zip(end.get_weights(), right, strict=True):
         np.testing.assert_array_equal(weight, other)
 
 
@@ -224,7 +215,6 @@ def test_the_board_has_each_epoch(job: Any) -> None:
 
 
 def scalars(folder: Path, tag: str) -> dict[int, float]:
-    """The values of a tag by step, as TensorBoard reads them."""
     reader = EventAccumulator(str(folder), {"tensors": 0})
     reader.Reload()
     return {
@@ -233,8 +223,8 @@ def scalars(folder: Path, tag: str) -> dict[int, float]:
     }
 
 
-def test_the_progress_bar_continues(workers: tuple[Path, list[Any]]) -> None:
-    _, finished = workers
+def test_the_progress_bar_continues(both: Any) -> None:
+    _, finished, _ = both
     epochs = len(finished[-1].result["sums"])
     # The epochs at whose ends it was the chief, each once.
     for rank, led in ((2, range(3, epochs)), (3, ())):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import keras
@@ -18,10 +17,6 @@ KINDS = {
     "momentum": {"momentum": 0.9},
     "nesterov": {"momentum": 0.9, "nesterov": True},
 }
-
-
-def note(given, *arguments):
-    given.append(arguments)
 
 
 def three_steps(optimizer, step, dtype="float32"):
@@ -71,5 +66,7 @@ def test_what_the_operation_does_not_take_is_left_to_keras():
     ):
         given = []
         with setting(reduced=reduced):
-            sgd_step(partial(note, given), optimizer, gradient, variable, 0.1)
+            sgd_step(
+                lambda *x, to=given: to.append(x), optimizer, gradient, variable, 0.1
+            )
         assert given == [(optimizer, gradient, variable, 0.1)]

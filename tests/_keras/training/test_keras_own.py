@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from soak import soak
 
 from workers import Workers
 
@@ -36,39 +37,22 @@ pytest.main(
 print("RESULT", json.dumps(outcomes), flush=True)
 """
 
-# Of each file: how many tests there are at least, and which don't pass, with the
-# outcome and the reason.
-FILES: dict[str, tuple[int, dict[str, tuple[str, str]]]] = {
-    "distribute_test": (7, {}),
-    "optimizer_distribute_test": (
-        10,
-        {"test_single_step1": ("skipped", "it is about tf_keras, if installed")},
-    ),
-}
+SKIPPED = {"test_single_step1"}  # is about tf_keras, if installed
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(file, marks=pytest.mark.soak if file == "distribute_test" else [])
-        for file in FILES
-    ],
+    ("file", "at_least"),
+    [soak("distribute_test", 7), ("optimizer_distribute_test", 10)],
 )
-def test_keras_own(file):
-    name = f"keras.src.backend.tensorflow.{file}"
-    spec = importlib.util.find_spec(name)
+def test_keras_own(file, at_least):
+    spec = importlib.util.find_spec(f"keras.src.backend.tensorflow.{file}")
     if spec is None:
-        pytest.skip(f"this Keras ships without {name}")
-    with Workers(
-        *(_RUN, 1, [str(spec.origin)]),
-        env={"TF_CONFIG": None},
-        deadline=170,
-        handover=False,
-    ) as job:
+        pytest.skip(f"this Keras ships without {file}")
+    args, env = [str(spec.origin)], {"TF_CONFIG": None}
+    with Workers(_RUN, 1, args, env=env, deadline=170, handover=False) as job:
         (finished,) = job.succeed()
     outcomes = finished.result
-    at_least, exceptions = FILES[file]
-    expected = {test: outcome for test, (outcome, _) in exceptions.items()}
     others = {t: outcome for t, outcome in outcomes.items() if outcome != "passed"}
-    assert others == expected, finished.output[-20_000:]
+    skipped = dict.fromkeys(SKIPPED & outcomes.keys(), "skipped")
+    assert others == skipped, finished.output[-20_000:]
     assert len(outcomes) >= at_least, outcomes

@@ -5,66 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from scripts import PRELUDE
 
 from workers import Workers
 
-# The thread that reads is always in the generator, and needs the lock to leave it.
-SCRIPT = """
-import sys, time
-import keras
-import tensorflow as tf
-import kerasdist
-
-def generate():
-    while True:
-        time.sleep(0.2)
-        yield [1.0], [1.0]
-
-class Fault(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        error = ValueError("made")
-        self.frame = sys._getframe()  # a cycle
-        raise error
-
-spec = tf.TensorSpec((1,))
-data = tf.data.Dataset.from_generator(generate, output_signature=(spec, spec))
-with kerasdist.RingStrategy().scope():
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-
-def train():
-    model.fit(data.batch(1).prefetch(1), steps_per_epoch=3, callbacks=[Fault()])
-
-if sys.argv[1] == "caught":
-    try:
-        train()
-    except ValueError:
-        sys.exit(3)
-train()
-"""
-
-
-# The first worker's generator stays away when its `fit` fails, until the other knows.
-INFORMING = """
-import itertools, os, sys, time
-import keras
-import tensorflow as tf
-import kerasdist
+SCRIPT = (
+    PRELUDE
+    + """
+import itertools
 
 strategy = kerasdist.RingStrategy()
+way = sys.argv[1]
 
 def generate():
     for i in itertools.count():
-        if strategy.is_chief and i == 4:
+        # The thread that reads is always in here, and needs the lock to leave it.
+        if way in ("caught", "uncaught"):
+            time.sleep(0.2)
+        # The first worker's stays here when its `fit` fails, until the other knows.
+        elif strategy.is_chief and i == 4:
             end = time.monotonic() + 100
-            while not os.path.exists(sys.argv[1]) and time.monotonic() < end:
+            while not os.path.exists(way) and time.monotonic() < end:
                 time.sleep(0.01)
         yield [1.0], [1.0]
 
 class Fault(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if strategy.is_chief:
-            raise ValueError("made")
+            error = ValueError("made")
+            self.frame = sys._getframe()  # a cycle
+            raise error
 
 spec = tf.TensorSpec((1,))
 data = tf.data.Dataset.from_generator(generate, output_signature=(spec, spec))
@@ -74,15 +44,20 @@ with strategy.scope():
 try:
     model.fit(data.batch(2).prefetch(4), steps_per_epoch=100, callbacks=[Fault()])
 except kerasdist.errors.KerasDistError:
-    open(sys.argv[1], "w").close()
+    open(way, "w").close()
     print("INFORMED", flush=True)
+except ValueError:
+    if way == "caught":
+        sys.exit(3)
+    raise
 """
+)
 
 
 def test_others_are_informed_before_a_process_waits_for_its_threads(
     tmp_path: Path,
 ) -> None:
-    with Workers(INFORMING, 2, [str(tmp_path / "informed")], deadline=60) as job:
+    with Workers(SCRIPT, 2, [str(tmp_path / "informed")], deadline=60) as job:
         # It would wait for the generator, which waits for the other worker.
         assert "INFORMED" in job.wait_one(1).output
         job.wait_one(0)

@@ -18,10 +18,6 @@ def parts(*nodes):
     return [part.nodes for part in divide(made)]
 
 
-def test_a_step_without_communication_is_one_part():
-    assert parts(("a", ()), ("a", (0,)), ("a", ())) == [(0, 1, 2)]
-
-
 def test_a_bucket_leaves_before_the_rest_of_the_backward_pass():
     divided = parts(
         ("a", ()),  # the forward pass
@@ -33,11 +29,6 @@ def test_a_bucket_leaves_before_the_rest_of_the_backward_pass():
         ("a", (3, 4)),  # the update
     )
     assert divided == [(0, 1), (3,), (2,), (4,), (5, 6)]
-
-
-def test_what_is_not_compiled_divides_a_part():
-    divided = parts(("a", ()), (None, (0,)), ("a", (1,)), ("a", ()))
-    assert divided == [(0, 3), (1,), (2,)]
 
 
 def test_devices_are_compiled_apart():
