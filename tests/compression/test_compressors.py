@@ -24,12 +24,6 @@ def resnet18():
     return [*shapes, (512, 10), (10,)]
 
 
-def lstm():
-    """The shapes of the language model: 3 x 650, tied, a vocabulary of 28,869."""
-    layer = [(650, 2600), (650, 2600), (2600,), (2600,)]
-    return [(28869, 650), *layer * 3, (28869,)]
-
-
 def bytes_of(compressor, shapes):
     """The bytes of one step of one rank."""
     given = [tf.zeros(shape) for shape in shapes]
@@ -37,41 +31,17 @@ def bytes_of(compressor, shapes):
     return compressor.reduce(given, memory, lambda each: list(each), lambda t: t)[2]
 
 
-@pytest.mark.parametrize(
-    ("shapes", "parameters", "steps", "whole", "by_rank"),
-    [
-        (resnet18(), 11_173_962, 24, 1023, {1: 4.2, 2: 7.5, 4: 14.2}),
-        (lstm(), 28_949_319, 70, 7730, {1: 25, 2: 38, 4: 64}),
-    ],
-    ids=["resnet18", "lstm"],
-)
-def test_published_bytes_of_power_sgd(shapes, parameters, steps, whole, by_rank):
-    """Tables 3 and 4 of the paper, in MB of 2 ** 20 bytes for an epoch."""
-    assert sum(int(np.prod(shape)) for shape in shapes) == parameters
+def test_published_bytes_of_power_sgd():
+    """Table 3 of the paper, in MB of 2 ** 20 bytes for an epoch of 24 steps."""
+    shapes = resnet18()
+    assert sum(int(np.prod(shape)) for shape in shapes) == 11_173_962
     dense = PowerSGD(rank=10**6)  # which sends all as it is
-    assert steps * bytes_of(dense, shapes) / 2**20 == pytest.approx(whole, abs=0.5)
-    for rank, megabytes in by_rank.items():
-        found = steps * bytes_of(PowerSGD(rank), shapes) / 2**20
-        assert found == pytest.approx(megabytes, abs=0.5 if megabytes > 20 else 0.05)
-
-
-def test_16_bits_are_half_of_the_bytes():
+    assert 24 * bytes_of(dense, shapes) / 2**20 == pytest.approx(1023, abs=0.5)
+    for rank, megabytes in {1: 4.2, 2: 7.5, 4: 14.2}.items():
+        found = 24 * bytes_of(PowerSGD(rank), shapes) / 2**20
+        assert found == pytest.approx(megabytes, abs=0.05)
+    # 16 bits are half of the bytes.
     assert bytes_of(HalfPrecision("bf16"), [(10, 10)]) == 200
-
-
-def parts(size, shape, seed=0):
-    random = np.random.default_rng(seed)
-    return [[tf.constant(random.normal(size=shape), tf.float32)] for _ in range(size)]
-
-
-def test_power_sgd_of_full_rank_is_dense():
-    """A matrix of rank 3 is in the space of three columns after one step."""
-    random = np.random.default_rng(0)
-    matrix = random.normal(size=(40, 3)) @ random.normal(size=(3, 50))
-    job = Job(PowerSGD(rank=3), 2, [(40, 50)])
-    half = [tf.constant(matrix / 2, tf.float32)]
-    (found,) = job.step([half, half])
-    np.testing.assert_allclose(found, matrix, atol=1e-5 * np.abs(matrix).max())
 
 
 def test_warm_start_converges_to_the_truncated_svd():
@@ -90,33 +60,17 @@ def test_warm_start_converges_to_the_truncated_svd():
     assert errors[-1] < 1e-5
 
 
-@pytest.mark.parametrize("size", [2, 5])
-def test_ranks_equal_the_compression_of_their_sum(size):
-    several, one = (Job(PowerSGD(rank=2), n, [(20, 30)]) for n in (size, 1))
+def test_ranks_equal_the_compression_of_their_sum():
+    several, one = (Job(PowerSGD(rank=2), n, [(20, 30)]) for n in (3, 1))
     for seed in range(4):
-        given = parts(size, (20, 30), seed)
+        random = np.random.default_rng(seed)
+        given = [
+            [tf.constant(random.normal(size=(20, 30)), tf.float32)] for _ in range(3)
+        ]
         total = [tf.add_n([each for (each,) in given])]
         np.testing.assert_allclose(
             several.step(given)[0], one.step([total])[0], atol=1e-4
         )
-
-
-def distance(compressor, steps=60, rate=0.1):
-    """How far from its optimum a quadratic of a matrix is after some steps."""
-    random = np.random.default_rng(0)
-    goal = random.normal(size=(20, 30))
-    weights = np.zeros((20, 30))
-    job = Job(compressor, 2, [(20, 30)])
-    for _ in range(steps):
-        half = [tf.constant((weights - goal) / 2, tf.float32)]
-        weights = weights - rate * job.step([half, half])[0]
-    return np.linalg.norm(weights - goal) / np.linalg.norm(goal)
-
-
-def test_error_feedback_counts():
-    with_feedback = distance(PowerSGD(rank=1))
-    without = distance(PowerSGD(rank=1, error_feedback=False))
-    assert with_feedback < 0.5 * without
 
 
 def test_five_steps_of_a_scalar_by_hand():
@@ -163,52 +117,6 @@ def test_the_ratio_1_is_momentum(nesterov):
         moved = [m - s for m, s in zip(moved, job.step(given), strict=True)]
     for one, other in zip(moved, weights, strict=True):
         np.testing.assert_allclose(one, other.numpy(), atol=1e-5)
-
-
-def loss_of_classes(corrected, seed, steps=150, ranks=2, rate=0.1):
-    """The loss of a small network; momentum is in the compressor, or after it."""
-    random = np.random.default_rng(seed)
-    y = random.integers(0, 10, 2000)
-    x = random.uniform(size=(10, 64))[y] + 0.4 * random.normal(size=(2000, 64))
-    x = x.astype("float32")
-    shapes = [(64, 64), (64,), (64, 10), (10,)]
-    weights = [tf.Variable(random.normal(size=s).astype("float32") / 8) for s in shapes]
-    compressor = TopK(ratio=0.001, momentum=0.9 if corrected else 0.0)
-    memories = [compressor.init(shapes) for _ in range(ranks)]
-    velocity = [np.zeros(shape) for shape in shapes]
-
-    def loss(x, y):
-        hidden = tf.nn.relu(x @ weights[0] + weights[1])
-        logits = hidden @ weights[2] + weights[3]
-        each = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
-        return tf.reduce_mean(each)
-
-    @tf.function
-    def compressed(x, y, memory):
-        with tf.GradientTape() as tape:
-            mean = loss(x, y) / ranks
-        # Top-k is a sum of what each rank chooses by itself.
-        return compressor.reduce(
-            tape.gradient(mean, weights), memory, list, tf.identity
-        )
-
-    for _ in range(steps):
-        totals = [np.zeros(shape) for shape in shapes]
-        for rank in range(ranks):
-            rows = random.integers(0, len(x), 32)
-            sums, memories[rank], _ = compressed(x[rows], y[rows], memories[rank])
-            totals = [t + s.numpy() for t, s in zip(totals, sums, strict=True)]
-        for i, weight in enumerate(weights):
-            velocity[i] = totals[i] if corrected else 0.9 * velocity[i] + totals[i]
-            weight.assign_sub(rate * velocity[i])
-    return float(loss(x, y))
-
-
-def test_momentum_correction_counts():
-    """As in the paper: where little is sent, momentum after the sum is worse."""
-    with_correction = np.mean([loss_of_classes(True, seed) for seed in range(3)])
-    without = np.mean([loss_of_classes(False, seed) for seed in range(3)])
-    assert with_correction < 0.8 * without, (with_correction, without)
 
 
 def outer(rows, seed, shape=(30, 20)):

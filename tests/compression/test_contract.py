@@ -18,11 +18,9 @@ from kerasdist.compression.contract import OuterProducts
 
 COMPRESSORS = [
     HalfPrecision("bf16"),
-    HalfPrecision("fp16"),
     Factors(),
     PowerSGD(rank=1),
     PowerSGD(rank=3, error_feedback=False),
-    TopK(ratio=0.05),
     TopK(ratio=0.05, momentum=0.9),
     TopK(ratio=1.0, momentum=0.9, nesterov=True),
 ]
@@ -49,7 +47,7 @@ def total(parts):
 
 
 @each
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_sums_have_shapes_and_dtypes_and_are_the_same_on_all_ranks(compressor, size):
     dtypes = ("float32", "float32", "float16", "float64", "float32")
     job = Job(compressor, size, SHAPES)

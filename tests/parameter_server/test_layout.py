@@ -10,13 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerasdist import errors
 from kerasdist.parameter_server import Layout, Variable
-from kerasdist.transport.framing import read_record, to_plain
 from pace import bound
 from workers import python_env
-
-KIND = tuple[Variable, ...]
 
 SHAPES = st.one_of(
     st.lists(st.integers(0, 40), max_size=3).map(tuple),
@@ -96,7 +92,6 @@ def test_what_is_cut_makes_up_the_variables(variables, servers):
 def test_all_processes_compute_the_same_layout():
     script = """
 from kerasdist.parameter_server import Layout, Variable
-from kerasdist.transport.framing import read_record, to_plain
 layout = Layout(
     [
         Variable(name=f"v{i}", shape=(i * 7919 % 20_000, i % 5), sparse=i % 3 == 0)
@@ -120,30 +115,19 @@ print(layout.fingerprint, layout.pieces)
     assert len(printed) == 1
 
 
-def test_json_brings_it_to_others_and_differences_are_named():
+def test_differences_are_named():
     variables = [
         Variable(name="rows", shape=(1000, 3), sparse=True),
         Variable(name="scalar", shape=(), dtype="float64"),
         Variable(name="half", shape=(7, 2), dtype="float16"),
     ]
     layout = Layout(variables, 2)
-    other = Layout(read_record(to_plain(layout.variables), KIND, "It"), 2)
-    assert other.fingerprint == layout.fingerprint
-    assert other.pieces == layout.pieces
-    assert layout.difference(other) == ""
+    assert layout.difference(Layout(variables, 2)) == ""
     assert layout.difference(Layout(variables, 3)) == "2 servers, the other 3"
     assert "variables, the other" in layout.difference(Layout(variables[1:], 2))
     changed = [*variables[:-1], Variable(name="other", shape=(3,))]
     assert "'other'" in layout.difference(Layout(changed, 2))
     assert Layout(changed, 2).fingerprint != layout.fingerprint
-
-
-@pytest.mark.parametrize(
-    "value", [None, 3, [[]], [["a", [-1], "float32", False]], [["a", [1], "int8", 0]]]
-)
-def test_a_damaged_list_of_variables_is_refused(value):
-    with pytest.raises(errors.ProtocolError, match=r"^A list of variables is damaged"):
-        read_record(value, KIND, "A list of variables")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kerasdist import errors
 from kerasdist.parameter_server.membership import Event, Membership, WorkerRecord
-from kerasdist.transport.framing import read_record, to_object
 
 
 def crew_of(size, mode):
@@ -58,10 +55,3 @@ def test_it_is_over_when_all_have_finished_or_are_lost():
     members.lose(members.workers[1], "it was killed")
     assert members.over
     assert [event.kind for event in events] == ["finished", "lost"]
-
-
-def test_events_travel():
-    event = Event("lost", 1, "host1:1", 7, "it was killed")
-    assert read_record(to_object(event), Event, "An event") == event
-    with pytest.raises(errors.ProtocolError, match=r"^An event is damaged"):
-        read_record({"kind": "lost"}, Event, "An event")

@@ -192,13 +192,3 @@ def test_two_jobs_at_once_cannot_have_one_snapshot_dir(tmp_path):
         assert job.wait_one(0).result == ["ok", True]
         assert job.wait_one(1).result[0] == "ok"
     assert [file.name for file in tmp_path.iterdir()] == ["end"]
-
-
-def test_what_is_no_snapshot_is_refused(tmp_path):
-    path_of(str(tmp_path), 0).write_bytes(b"this is no snapshot")
-    work = "def work(client, table): pass"
-    with ServerProcesses(work, 1, snapshot_dir=str(tmp_path)) as job:
-        kind, message, _ = job.wait_one(1).result
-        assert kind == "SnapshotError"
-        assert "can't be used: it begins with b'this is '" in message
-        job.kill(0)

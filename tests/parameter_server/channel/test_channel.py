@@ -108,41 +108,6 @@ def test_what_is_sent_is_received(pair, scale):
     assert first.bytes_received == second.bytes_sent
 
 
-def test_many_messages_of_random_sizes_with_placed_arrays(pair):
-    """Placed arrays come first in a message; others may follow; sizes vary."""
-    first, second = pair
-    rounds = 60
-
-    def sizes(number):
-        generator = np.random.default_rng(number)
-        return [int(10 ** generator.uniform(0, 5.3)) for _ in range(3)]
-
-    def ask(_):
-        for number in range(rounds):
-            counts = sizes(number)
-            placed = first.place([("float32", (n,)) for n in counts[:2]])
-            for array in placed:
-                array[:] = number
-            more = [np.full(counts[2], number, "int16")] if number % 3 else []
-            first.send(request_of([*placed, *more]), Deadline(20))
-            answer = first.receive(Deadline(20), BOUND)
-            assert [a.size for a in answer.arrays] == [n + 1 for n in counts[:2]]
-            assert all((a == number).all() for a in answer.arrays)
-
-    def answer(_):
-        for number in range(rounds):
-            message = second.receive(Deadline(20), BOUND)
-            assert [a.size for a in message.arrays][:2] == sizes(number)[:2]
-            assert all((a == number).all() for a in message.arrays)
-            counts = [a.size + 1 for a in message.arrays[:2]]
-            placed = second.place([("float64", (n,)) for n in counts])
-            for array in placed:
-                array[:] = number
-            second.send(Message(FrameType.REPLY, CALL, {}, placed), Deadline(20))
-
-    in_threads(2, lambda i: (ask, answer)[i](i))
-
-
 def test_large_bodies_on_one_host_are_not_in_the_stream():
     first, second = shared_pair()
     array = np.ones(1_000_000)

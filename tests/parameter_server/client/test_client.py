@@ -10,7 +10,7 @@ import pytest
 from groups import in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.collectives.checked import sum_gradients
-from kerasdist.parameter_server import Rows, Variable
+from kerasdist.parameter_server import Change, Rows, Variable
 from pace import bound
 from servers import Servers
 
@@ -24,7 +24,7 @@ VARIABLES = [
     Variable(name="scalar", shape=(), dtype="float64"),
 ]
 # Kind, workers, servers.
-JOBS = [("memory", 1, 1), ("tcp", 1, 1), ("tcp", 3, 2), ("shared_memory", 3, 2)]
+JOBS = [("memory", 1, 1), ("tcp", 3, 2), ("shared_memory", 3, 2)]
 
 
 def values_of(seed, variables=VARIABLES):
@@ -79,7 +79,11 @@ def test_the_table_is_the_chiefs_and_all_changes(job):
             np.testing.assert_array_equal(mine, value)
         embedding = table.initial[1]
         for step in range(steps):
-            pulled = table.push_pull(changes(client.rank, step))
+            found = changes(client.rank, step)
+            if found[0] is not None and step % 2:
+                # As a worker has it: its values now, and those before.
+                found[0] = Change(found[0] + 2, np.full_like(found[0], 2))
+            pulled = table.push_pull(found)
             assert pulled.clock == table.clock == step + 1
             rows = pulled.rows[1]
             assert (rows.indices[1:] > rows.indices[:-1]).all()
@@ -123,7 +127,9 @@ def test_a_dense_change_of_a_sparse_variable_sends_the_rows_that_are_not_0(job):
 def test_changes_that_do_not_fit_are_refused_and_nothing_was_sent(job):
     tables = opened(job)
     nothing = [None] * 5
+    kernel = np.zeros((200, 100), "float32")
     wrong = [
+        ([Change(kernel, kernel[:5]), *nothing[1:]], "doesn't fit 'kernel'"),
         ([None] * 4, "4 changes, expected 5"),
         ([np.zeros(3), *nothing[1:]], r"'kernel'. Received: shape \(3,\), expected"),
         ([Rows(np.zeros(1, int), np.zeros((1, 100))), *nothing[1:]], "Changed rows"),
@@ -142,29 +148,16 @@ def test_changes_that_do_not_fit_are_refused_and_nothing_was_sent(job):
     job.run(lambda client: client.tables[0].push_pull(nothing))
 
 
-def test_several_tables(job):
-    more = [Variable(name="b", shape=(4, 2))]
-
-    def work(client):
-        first = client.open_table(VARIABLES, values_of(0))
-        second = client.open_table(more, [np.zeros((4, 2), "float32")])
-        for _ in range(3):
-            second.push_pull([np.ones((4, 2), "float32")])
-        first.push_pull([None] * 5)
-        client.communicator.barrier()
-        return first.clock, second.clock, second.pull().values[0].copy()
-
-    for first, second, values in job.run(work):
-        assert (first, second) == (1, 3)
-        assert (values == 3 * job.size).all()
-
-
-def test_statistics(job):
+def test_statistics_of_several_tables(job):
     def work(client):
         table = client.open_table(VARIABLES, values_of(0))
+        more = client.open_table([Variable(name="b", shape=(4,))], [np.zeros(4, "f4")])
         for _ in range(4):
             table.push_pull([None] * 5)
+        more.push_pull([np.ones(4, "f4")])
         client.communicator.barrier()
+        assert (table.clock, more.clock) == (4, 1)
+        assert (more.pull().values[0] == job.size).all()
         stats = client.stats()
         client.communicator.barrier()
         return table, stats
@@ -172,13 +165,13 @@ def test_statistics(job):
     for table, stats in job.run(work):
         assert len(stats) == table.layout.servers
         for index, server in enumerate(stats):
-            (one,) = server["tables"]
+            one, _ = server["tables"]
             assert one["bytes"] == table.layout.server_bytes()[index]
             assert set(one["clocks"].values()) == {4}
             counts = one["observed"].values()
             assert [sum(c.values()) for c in counts] == [4] * job.size
             assert [w["state"] for w in server["workers"]] == ["live"] * job.size
-            assert server["updates"] == 4 * job.size
+            assert server["updates"] == 5 * job.size
 
 
 def test_workers_with_other_models_are_told_all_of_them():
@@ -209,31 +202,6 @@ def test_calls_of_several_threads_are_done_one_after_the_other():
         values = tables[0].pull().values[0]
         assert (values == values_of(0)[0] + 60).all()
         assert [table.clock for table in tables] == [30, 30]
-
-
-def test_bytes_grow_with_the_rows_touched_and_not_with_the_table():
-    def counts(client):
-        return client.connections.bytes_sent, client.connections.bytes_received
-
-    def bytes_of(table_rows, touched):
-        variable = Variable(name="embedding", shape=(table_rows, 64), sparse=True)
-        with Servers(1, kind="tcp") as job:
-            (client,) = job.clients
-            table = client.open_table([variable], [np.zeros((table_rows, 64), "f4")])
-            before = counts(client)
-            for step in range(5):
-                indices = np.arange(touched) * 7 + step
-                rows = Rows(indices, np.ones((touched, 64), "float32"))
-                pulled = table.push_pull([rows])
-                assert pulled.rows[0].indices.tolist() == indices.tolist()
-            return np.subtract(counts(client), before).tolist()
-
-    small, large = bytes_of(2_000, 100), bytes_of(50_000, 100)
-    more = bytes_of(50_000, 1000)
-    for a, b, c in zip(small, large, more, strict=True):
-        assert abs(a - b) < 100  # a step's number has more digits, at most
-        assert a < 5 * (100 * (64 * 4 + 4) + 1000)
-        assert 8 * b < c < 10 * b
 
 
 @pytest.mark.parametrize("servers", [1, 2])

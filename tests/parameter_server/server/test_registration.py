@@ -68,6 +68,14 @@ def test_a_worker_that_never_comes_is_named():
         assert re.search(name, str(job.ends[0]))
 
 
+def test_nobody_joins_a_synchronous_job():
+    timeouts = Timeouts(startup=bound(1.0))
+    with nothing_stays_open(), Servers(2, mode="sync", timeouts=timeouts) as job:
+        job.clients[1].close(RuntimeError("preempted"))
+        with pytest.raises(errors.StartupError):
+            job.connect(1)
+
+
 def test_servers_in_another_order_are_refused():
     """Two tasks whose clusters name the same servers in another order."""
     timeouts = Timeouts(startup=bound(1.0))

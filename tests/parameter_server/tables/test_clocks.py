@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kerasdist.parameter_server.served_table import Clocks
 
@@ -80,35 +78,3 @@ def test_clocks_never_go_back_and_strangers_have_none():
     assert clocks.observed == {0: {2: 2}}
     with pytest.raises(ValueError, match="max_staleness=-1; expected >= 0 or None"):
         Clocks([0], -1)
-
-
-@settings(max_examples=60)
-@given(st.sampled_from([0, 1, 3, None]), st.randoms(use_true_random=False))
-def test_no_read_of_any_schedule_misses_an_update_older_than_its_bound(staleness, draw):
-    """By what was pushed and read, which knows nothing of clocks."""
-    workers, steps = range(4), 25
-    clocks = Clocks(workers, staleness)
-    done = dict.fromkeys(workers, 0)  # steps pushed
-    waiting, lost, reads = set(), set(), 0
-    while True:
-        for rank in sorted(waiting):
-            if clocks.may_read(rank, done[rank]):
-                waiting.discard(rank)
-                reads += 1
-                least = min(done[other] for other in workers if other not in lost)
-                assert staleness is None or least >= done[rank] - staleness
-        active = [r for r in workers if r not in lost and done[r] < steps]
-        free = [r for r in active if r not in waiting]
-        assert free or not active, "somebody can always go on"
-        if not free:
-            break
-        rank = draw.choice(free)
-        if draw.random() < 0.01 and len(lost) < len(workers) - 1:
-            lost.add(rank)
-            clocks.drop(rank)
-        else:
-            done[rank] += 1
-            clocks.tick(rank, done[rank])
-            waiting.add(rank)
-    assert not waiting
-    assert reads >= steps

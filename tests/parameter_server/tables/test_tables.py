@@ -22,15 +22,12 @@ WORKERS = 4
 SLOTS = [Variable(name="slots", shape=(WORKERS,))]
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("staleness", [0, 1, 4, None])
-def test_no_read_misses_an_update_older_than_its_bound(staleness, servers):
+@pytest.mark.parametrize("staleness", [0, 2, None])
+def test_no_read_misses_an_update_older_than_its_bound(staleness):
     """The log of reads is checked by itself, whatever the servers believe."""
-    variables = SLOTS
-    if servers == 2:
-        variables = [*SLOTS, Variable(name="more", shape=(WORKERS,))]
+    variables = [*SLOTS, Variable(name="more", shape=(WORKERS,))]
     steps = 30
-    with Servers(WORKERS, servers, kind="tcp", max_staleness=staleness) as job:
+    with Servers(WORKERS, 2, kind="tcp", max_staleness=staleness) as job:
 
         def work(client):
             generator = np.random.default_rng(client.rank)
