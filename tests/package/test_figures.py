@@ -12,16 +12,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fill_pages
 
-PAGES = fill_pages.pages()
 
-
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_a_page_has_the_figures_of_the_benchmarks(page):
-    text = page.read_text("utf-8")
-    assert fill_pages.filled(text) == text, "Run `make figures`."
-    assert list(fill_pages.unmarked(text)) == [], (
-        "A measured figure has its source behind it: see benchmarks/fill_pages.py."
-    )
+def test_pages_have_the_figures_of_the_benchmarks():
+    for page in fill_pages.pages():
+        text = page.read_text("utf-8")
+        assert fill_pages.filled(text) == text, f"{page}: run `make figures`."
+        assert list(fill_pages.unmarked(text)) == [], (
+            f"{page}: a measured figure has its source behind it: see fill_pages.py."
+        )
 
 
 @pytest.mark.parametrize(

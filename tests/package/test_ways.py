@@ -34,16 +34,10 @@ def fit(*callbacks):
 """
 
 
-@pytest.mark.parametrize("name", [*GRADIENT, *BATCH, *FAILURE])
-def test_what_a_page_names_is_there(name):
-    assert callable(find(name)[1])
-
-
-@pytest.mark.parametrize(
-    "names", [GRADIENT, BATCH, FAILURE], ids=["gradient", "batch", "failure"]
-)
-def test_a_way_is_short(names):
+@pytest.mark.parametrize("names", [GRADIENT, BATCH, FAILURE])
+def test_a_way_is_short_and_leads_through_functions_that_are_there(names):
     assert 2 < len(names) <= 12
+    assert all(callable(find(name)[1]) for name in names)
     modules = {getattr(find(name)[1], "__module__", None) for name in names}
     assert len(modules) <= 6
 
@@ -121,6 +115,7 @@ TRACK = (
 )
 
 
+@pytest.mark.soak
 def test_the_way_of_a_failure(tmp_path):
     """A function ends only when the one before it on the page has begun."""
     script = MODEL.replace("EAGERLY", "False") + KILL

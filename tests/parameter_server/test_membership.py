@@ -43,15 +43,3 @@ def test_sync_a_lost_worker_is_the_jobs_failure():
     assert (failure.rank, failure.host) == (1, "host1:1")
     assert members.failure is failure
     assert members.fail(errors.CollectiveError("later")) is failure
-
-
-def test_it_is_over_when_all_have_finished_or_are_lost():
-    members, events = crew_of(2, "async")
-    assert Membership(2, "async").missing() == [0, 1]
-    assert not Membership(2, "async").over
-    members.finish(members.workers[0], "it has finished")
-    members.finish(members.workers[0], "it has finished")
-    assert not members.over
-    members.lose(members.workers[1], "it was killed")
-    assert members.over
-    assert [event.kind for event in events] == ["finished", "lost"]

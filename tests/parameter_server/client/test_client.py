@@ -189,23 +189,7 @@ def test_workers_with_other_models_are_told_all_of_them():
             assert "shape=(3, 3)" in str(error)
 
 
-def test_calls_of_several_threads_are_done_one_after_the_other():
-    with Servers(2, 2) as job:
-        tables = opened(job, VARIABLES[:1])
-        one = [np.ones((200, 100), "float32")]
-
-        def work(number):
-            for _ in range(10):
-                tables[number % 2].push_pull(one)
-
-        in_threads(6, work)
-        values = tables[0].pull().values[0]
-        assert (values == values_of(0)[0] + 60).all()
-        assert [table.clock for table in tables] == [30, 30]
-
-
-@pytest.mark.parametrize("servers", [1, 2])
-def test_synchronous_sums_are_those_of_the_ring_bit_by_bit(servers):
+def test_synchronous_sums_are_those_of_the_ring_bit_by_bit():
     shapes = [(300, 200), (7,), ()]
 
     def gradients(rank):
@@ -217,7 +201,7 @@ def test_synchronous_sums_are_those_of_the_ring_bit_by_bit(servers):
         return found
 
     beside = [np.arange(3.0, dtype="float32"), np.array(7)]
-    with Servers(3, servers, mode="sync") as job:
+    with Servers(3, 2, mode="sync") as job:
         results = job.run(
             lambda c: sum_gradients(
                 c.communicator, gradients(c.rank), there=c.rank != 1, beside=beside
@@ -235,24 +219,6 @@ def test_synchronous_sums_are_those_of_the_ring_bit_by_bit(servers):
         for mine, value, g in zip(result, expected, gradients(0), strict=True):
             assert mine.dtype == g.dtype
             np.testing.assert_array_equal(mine, value.astype(g.dtype))
-
-
-@pytest.mark.parametrize(("kind", "servers"), [("tcp", 1), ("shared_memory", 2)])
-def test_large_buffers_go_in_several_rounds_at_each_server(kind, servers):
-    elements = 2_500_001  # 10 MB: 5 pieces, or 3 of each half
-    with Servers(2, servers, kind=kind, mode="sync") as job:
-
-        def work(client):
-            mine = np.arange(elements, dtype="float32") * (client.rank + 1)
-            (total,) = client.communicator.all_reduce([mine])
-            return total
-
-        for total in job.run(work):
-            np.testing.assert_array_equal(
-                total, np.arange(elements, dtype="float32") * 3
-            )
-    requests = [job.ends[index]["requests"] for index in range(servers)]
-    assert requests == ([10] if servers == 1 else [6, 6])
 
 
 def test_after_close_every_call_says_so(job):

@@ -23,17 +23,6 @@ def test_a_worker_may_be_so_many_steps_ahead_of_the_slowest():
     assert clocks.staleness(1, 5) == 0
 
 
-def test_in_step_and_free():
-    in_step, free = Clocks(range(2), 0), Clocks(range(2), None)
-    for clocks in (in_step, free):
-        clocks.tick(0, 1)
-    assert not in_step.may_read(0, 1)
-    in_step.tick(1, 1)
-    assert in_step.may_read(0, 1)
-    assert free.may_read(0, 1000)
-    assert free.staleness(0, 1000) == 1000
-
-
 def test_nobody_waits_for_a_parked_or_a_lost_worker():
     clocks = Clocks(range(3), 0)
     clocks.tick(0, 5)

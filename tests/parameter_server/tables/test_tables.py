@@ -59,26 +59,6 @@ def test_no_read_misses_an_update_older_than_its_bound(staleness):
                 assert observed <= staleness
 
 
-def test_workers_with_fewer_steps_do_not_hold_up_the_others():
-    """The end of an epoch: who waits there has nothing left to finish."""
-    counts = [3, 9, 1, 6]
-    with Servers(WORKERS, 2, max_staleness=1) as job:
-
-        def work(client):
-            table = client.open_table(SLOTS, [np.zeros(WORKERS, "float32")])
-            clocks = []
-            for _ in range(3):
-                for _ in range(counts[client.rank]):
-                    table.push_pull([np.ones(WORKERS, "float32")])
-                client.communicator.barrier()
-                clocks.append(table.clock)
-            return clocks, table.pull().values[0].copy()
-
-        for clocks, values in job.run(work):
-            assert clocks == [9, 18, 27]
-            assert (values == 3 * sum(counts)).all()
-
-
 def test_who_waits_too_long_names_whom_for():
     timeouts = Timeouts(startup=60, collective=bound(0.3), heartbeat=30)
     with Servers(2, max_staleness=1, timeouts=timeouts) as job:
