@@ -27,6 +27,10 @@ def lines_of_code(text: str) -> int:
     )
 
 
+def lines_of(path: Path) -> int:
+    return len(path.read_text("utf-8").splitlines())
+
+
 def report() -> str:
     folders = (ROOT / "kerasdist", ROOT / "callbacks")
     paths = [path for folder in folders for path in folder.rglob("*.py")]
@@ -36,7 +40,7 @@ def report() -> str:
     lines = [
         f"modules                {len(code)}, {len(code) - len(modules)} of them "
         "packages' __init__",
-        f"lines                  {sum(len(p.read_text().splitlines()) for p in paths):,}",
+        f"lines                  {sum(map(lines_of, paths)):,}",
         f"lines of code          {sum(code.values()):,}",
         f"median module          {median:g} lines of code",
         f"fewer than {SMALL} of these  {sum(code[p] < SMALL for p in modules)} modules",

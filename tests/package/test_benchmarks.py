@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pace import bound
 from places import ROOT
-from workers import output_of, python_env
+from workers import output_of
 
 FOLDER = ROOT / "benchmarks"
 
@@ -58,16 +56,9 @@ def test_samples_are_kept_compactly(monkeypatch):
 
 
 def test_gpu_check_without_a_gpu(tmp_path):
-    done = subprocess.run(
-        [sys.executable, FOLDER / "gpu_check" / "run.py", "--output", tmp_path],
-        env=python_env(),
-        capture_output=True,
-        text=True,
-        timeout=bound(60),
-        check=False,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("There is no GPU here. Received: --devices gpu. Exp")
+    command = (sys.executable, FOLDER / "gpu_check" / "run.py", "--output", tmp_path)
+    with pytest.raises(AssertionError, match="There is no GPU here"):
+        output_of(*command)
 
 
 @pytest.mark.soak
@@ -91,22 +82,6 @@ def test_the_chart_shows_the_output():
     measured = FOLDER.joinpath("fit", "output.txt").read_text("utf-8")
     shown = code["CHART"].read_text("utf-8")
     assert shown == code["svg"](code["shares"](measured))
-
-
-def close(one: float, other: float, relative: float) -> bool:
-    return one == pytest.approx(other, rel=relative)
-
-
-def wins_by_rows(found: dict) -> bool:
-    """What is sent grows with the rows touched, and not with the table."""
-    for touched in (10, 100, 1000):
-        for rank in found["rows"][str(touched)]:
-            if not all(sent < touched * 260 + 6000 for _, sent, _ in rank[1:]):
-                return False
-        for rank in found["whole"][str(touched)]:
-            if not all(min(moved) > 20_000 * 64 * 4 for _, *moved in rank[1:]):
-                return False
-    return True
 
 
 # Of each benchmark its arguments, and what must hold of its results.
@@ -156,12 +131,12 @@ HOLDS = {
         for case in ("always", "turns")
     ),
     "staleness": lambda r: r["results"]["s=0"]["2"][0]["accuracy"][-1] > 0.5,
-    "embedding_rows": lambda r: wins_by_rows(r["steps"]),
     "placement_memory": lambda r: all(
-        close(found["estimated"]["bytes"], found["measured"]["bytes"], 0.2)
+        found["estimated"]["bytes"]
+        == pytest.approx(found["measured"]["bytes"], rel=0.2)
         for found in r["models"].values()
     ),
-    "pipeline": lambda r: close(*r["loss"].values(), 1e-4),
+    "pipeline": lambda r: len({round(loss, 4) for loss in r["loss"].values()}) == 1,
 }
 ON_HOSTS = ("wire", "overlap", "compression", "local_steps")
 

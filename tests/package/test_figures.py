@@ -52,20 +52,16 @@ def test_figures_are_filled_in():
         "| ring | 1 | 2.0 <!-- fit; {mlp; cnn}; two workers; examples/s --> |\n"
     )
     lines = fill_pages.filled(page).splitlines()
-    figures = [line.partition("<!--")[0] for line in lines]
-    assert figures[0] == "1 KB takes 1.2"
-    assert figures[1] == "and 1 ms"
-    assert figures[2] == "0.94"
-    assert figures[3].startswith("| ring | 12,119 | 15,262.0 ")
+    figures = [line.partition("<!--")[0].strip() for line in lines]
+    shown = ["1 KB takes 1.2", "and 1 ms", "0.94", "| ring | 12,119 | 15,262.0"]
+    assert figures == shown
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("nothing; mlp; plain; examples/s", "No file for the figure 'nothing; mlp"),
-        ("fit; mlp; plain; examples/h", "fit/output.txt has no figure 'fit; mlp"),
         ("fit; none; plain; examples/s", "fit/output.txt has no figure 'fit; none"),
-        ("fit; mlp; none; examples/s", "fit/output.txt has no figure 'fit; mlp; none"),
         ("fit; {mlp; cnn}; plain; examples/s", "More sources than figures"),
     ],
 )

@@ -95,19 +95,12 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page.
-
-    Attributes:
-        language: What it's written in.
-        text: Its lines.
-        marks: Its marks, by their names.
-        line: Its line in the page.
-    """
+    """A fenced block of a page."""
 
     language: str
     text: str
-    marks: dict[str, str]
-    line: int
+    marks: dict[str, str]  # by their names
+    line: int  # of the page
 
     @property
     def runs(self) -> bool:

@@ -47,30 +47,6 @@ def test_every_row_is_on_one_server_and_bytes_are_even(variables, servers):
                 assert layout.variables[piece.variable].held == name
 
 
-@settings(max_examples=10)
-@given(VARIABLES, st.integers(1, 4))
-def test_what_is_cut_makes_up_the_variables(variables, servers):
-    generator = np.random.default_rng(0)
-    values = [generator.normal(size=v.shape).astype(v.dtype) for v in variables]
-    layout = Layout(variables, servers)
-    whole = [np.full((v.rows, v.row_elements), np.nan, v.held) for v in variables]
-    for server in range(layout.servers):
-        parts = layout.cut(server, values)
-        for pieces in layout.dense(server).values():
-            flat = parts.pop(0)
-            for piece in pieces:
-                part = flat[piece.offset : piece.offset + layout.elements(piece)]
-                rows = whole[piece.variable][piece.start : piece.stop]
-                rows[...] = part.reshape(rows.shape)
-        for piece in layout.sparse(server):
-            whole[piece.variable][piece.start : piece.stop] = parts.pop(0)
-        assert parts == []
-    for array, value, variable in zip(whole, values, variables, strict=True):
-        np.testing.assert_array_equal(
-            array.reshape(variable.shape), value.astype(variable.held)
-        )
-
-
 def test_differences_are_named():
     variables = [
         Variable(name="rows", shape=(1000, 3), sparse=True),

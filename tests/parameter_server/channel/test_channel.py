@@ -20,7 +20,6 @@ from kerasdist.parameter_server.channel import (
     Message,
     SocketChannel,
     memory_pair,
-    spans,
 )
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
@@ -205,12 +204,6 @@ def test_a_request_that_was_changed_on_its_way_is_refused(family):
         first.sock.sendall(sealed.replace(b'"step": 7', b'"step": 9'))
         with pytest.raises(errors.ProtocolError, match=r"^A frame isn't the other "):
             channel.receive(Deadline(5), 1 << 20)
-
-
-def test_arrays_of_a_body_are_aligned():
-    places, size = spans([("int8", (3,)), ("float64", (2, 2)), ("bool", ())])
-    assert places == [(0, 3), (64, 96), (128, 129)]
-    assert size == 129
 
 
 def test_without_room_for_shared_memory_it_goes_on_through_the_socket(

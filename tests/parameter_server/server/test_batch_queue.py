@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from kerasdist.parameter_server import END
 from kerasdist.parameter_server.server.handler import BatchQueue
-from servers import Servers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -42,26 +39,6 @@ def test_old_queues_are_forgotten():
     for dataset in range(1000):
         assert batch_queue.claim(dataset, 1, -1, -1) == 0
     assert [batch_queue.claim(dataset, 1, -1, -1) for dataset in (999, 500)] == [1, 0]
-
-
-def test_workers_claim_each_number_once():
-    def work(client):
-        found = []
-        for epoch in (1, 2):
-            number = -1
-            while True:
-                claimed = client.claim(0, epoch, limit=200, last=number)
-                if claimed is None:
-                    break
-                number = claimed
-                found.append((epoch, number))
-        return found
-
-    with Servers(3, 2) as job:
-        found = job.run(work)
-    assert sorted(itertools.chain(*found)) == [
-        (e, n) for e in (1, 2) for n in range(200)
-    ]
 
 
 def test_a_restarted_dealer_goes_on_behind_what_the_workers_have():

@@ -63,12 +63,10 @@ def test_who_comes_too_late_for_a_fit_hears_it():
 
     def work(rank):
         if rank == 1:
-            try:
+            with pytest.raises(errors.CollectiveError) as caught:
                 enter(come_again(job, rank), 1)
-            except errors.CollectiveError as error:
-                return str(error)
-            finally:
-                told.set()
+            told.set()
+            return str(caught.value)
         while not told.is_set():
             job.clients[rank].communicator.join_barrier({"fit": 2})
         return job.clients[rank].communicator.ranks

@@ -11,7 +11,6 @@ from groups import in_threads, outcomes
 from kerasdist import errors
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.membership import Event, Membership, WorkerRecord
-from kerasdist.parameter_server.server import collectives
 from kerasdist.parameter_server.server.collectives import ServerCollectives
 from kerasdist.parameter_server.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
@@ -131,35 +130,9 @@ def test_sums_are_made_in_rank_order(mode):
             assert (result == expected).all()
 
 
-def test_sync_a_worker_that_has_left_is_a_lost_one():
-    server = Server(2, "sync")
-    server.membership.finish(server.membership.workers[1], "it has finished")
-    with pytest.raises(errors.WorkerLost, match="closed its strategy while others"):
-        server.sum(0, 1)
-
-
 def test_a_result_that_only_others_have_cannot_be_made_again():
     server = Server(2)
     server.membership.workers[1].met = 4
     server.membership.workers[1].returned = True
     with pytest.raises(errors.CollectiveError, match="was restarted while #4"):
         server.sum(0, 1, 4)
-
-
-def test_a_collective_to_which_all_have_come_is_late_by_nobodys_fault(monkeypatch):
-    server, late = Server(2), threading.Event()
-
-    def reducer(op):
-        late.wait(bound(30))
-        return np.add
-
-    monkeypatch.setattr(collectives, "reducer", reducer)
-
-    def work(rank):
-        try:
-            return server.sum(rank, 1, seconds=bound(1.0))
-        finally:
-            late.set()
-
-    with pytest.raises(errors.CollectiveTimeout, match=r"^All workers joined #1 all_r"):
-        in_threads(2, work)

@@ -7,22 +7,6 @@ import pytest
 from kerasdist.parameter_server.served_table import Clocks
 
 
-def test_a_worker_may_be_so_many_steps_ahead_of_the_slowest():
-    clocks = Clocks(range(3), 2)
-    clocks.tick(0, 6)
-    clocks.tick(1, 4)
-    clocks.tick(2, 7)
-    assert clocks.least == 4
-    assert clocks.may_read(0, 6)
-    assert clocks.may_read(1, 4)
-    assert not clocks.may_read(2, 7)
-    assert clocks.blocking(2, 7) == [1]
-    clocks.tick(1, 5)
-    assert clocks.may_read(2, 7)
-    assert clocks.staleness(2, 7) == 2
-    assert clocks.staleness(1, 5) == 0
-
-
 def test_nobody_waits_for_a_parked_or_a_lost_worker():
     clocks = Clocks(range(3), 0)
     clocks.tick(0, 5)
