@@ -15,12 +15,11 @@ def resnet18():
     """The shapes of ResNet-18 for CIFAR-10, as kernels of Keras."""
     shapes, before = [(3, 3, 3, 64), (64,), (64,)], 64
     for filters in (64, 128, 256, 512):
-        for block in range(2):
-            shapes += [(3, 3, before, filters), (filters,), (filters,)]
-            shapes += [(3, 3, filters, filters), (filters,), (filters,)]
-            if block == 0 and filters != 64:
-                shapes += [(1, 1, before, filters), (filters,), (filters,)]
-            before = filters
+        kernels = [(3, 3, before, filters), *[(3, 3, filters, filters)] * 3]
+        if filters != before:
+            kernels.append((1, 1, before, filters))
+        shapes += [*kernels, *[(filters,)] * 2 * len(kernels)]
+        before = filters
     return [*shapes, (512, 10), (10,)]
 
 

@@ -58,8 +58,8 @@ def test_worker_lost_says_who_where_when_why_and_what_to_do():
         "workers can't go on without it. Look at the output of rank 3 for the first "
         "error, then start the job again."
     )
-    assert (error.rank, error.host, error.step) == (3, "host3:2222", 17)
-    assert error.reason == "its connection was closed"
+    found = (error.rank, error.host, error.step, error.reason)
+    assert found == (3, "host3:2222", 17, "its connection was closed")
     assert str(errors.WorkerLost(3, "h:1", 17, "it was frozen", True)).endswith(
         ": it was frozen. The other workers go on without it. A new process with its "
         "task may join them."

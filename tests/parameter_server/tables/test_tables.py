@@ -59,6 +59,19 @@ def test_no_read_misses_an_update_older_than_its_bound(staleness):
                 assert observed <= staleness
 
 
+def test_who_waits_at_the_end_of_an_epoch_holds_up_nobody():
+    with Servers(2, 2, max_staleness=1) as job:
+
+        def work(client):
+            table = client.open_table(SLOTS, [np.zeros(WORKERS, "float32")])
+            for _ in range([1, 6][client.rank]):
+                table.push_pull([np.ones(WORKERS, "float32")])
+            client.communicator.barrier()
+            return table.clock, table.pull().values[0].tolist()
+
+        assert job.run(work) == [(6, [7.0] * WORKERS)] * 2
+
+
 def test_who_waits_too_long_names_whom_for():
     timeouts = Timeouts(startup=60, collective=bound(0.3), heartbeat=30)
     with Servers(2, max_staleness=1, timeouts=timeouts) as job:
