@@ -81,15 +81,11 @@ model.save_weights("pretrained.weights.h5")
 ENVIRONMENT = {
     "SM_HOSTS": '["alpha", "beta"]',
     "SM_CURRENT_HOST": "beta",
-    **dict.fromkeys(
-        (
-            "OMPI_ALLOW_RUN_AS_ROOT",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM",
-            "PRTE_ALLOW_RUN_AS_ROOT",
-            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM",
-        ),
-        "1",
-    ),
+    **{
+        f"{name}_ALLOW_RUN_AS_ROOT{more}": "1"
+        for name in ("OMPI", "PRTE")
+        for more in ("", "_CONFIRM")
+    },
 }
 
 

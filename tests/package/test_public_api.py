@@ -30,11 +30,8 @@ LIBRARY = [
 ]
 # What callbacks have for the library alone.
 CALLED_BY_US = {
-    "before_first_step",
-    "never_stops",
-    "on_failure",
-    "resumed_after",
-    "shares_state",
+    *("before_first_step", "never_stops", "on_failure"),
+    *("resumed_after", "shares_state"),
 }
 
 

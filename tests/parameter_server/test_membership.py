@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kerasdist import errors
 from kerasdist.parameter_server.membership import Event, Membership, WorkerRecord
 
 
@@ -30,16 +29,3 @@ def test_async_a_lost_worker_is_an_event():
     # The old process's connection may end after the new one has come.
     assert not members.lose(worker, "late")
     assert members.current(1, "process 9") is members.workers[1]
-
-
-def test_sync_a_lost_worker_is_the_jobs_failure():
-    members, _ = crew_of(2, "sync")
-    failures: list[errors.CollectiveError] = []
-    members.on_failure.append(failures.append)
-    members.lose(members.workers[1], "it was killed")
-    members.lose(members.workers[0], "it gave up")
-    (failure,) = failures
-    assert isinstance(failure, errors.WorkerLost)
-    assert (failure.rank, failure.host) == (1, "host1:1")
-    assert members.failure is failure
-    assert members.fail(errors.CollectiveError("later")) is failure

@@ -23,16 +23,6 @@ from waiting import wait_until
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_another_secret_is_refused(monkeypatch):
-    monkeypatch.setenv("KERASDIST_SECRET", "one secret of the tests")
-    with nothing_stays_open():
-        timeouts = Timeouts(startup=bound(1.0))
-        with Servers(1, connected=False, timeouts=timeouts) as job:
-            monkeypatch.setenv("KERASDIST_SECRET", "another secret of the tests")
-            with pytest.raises(errors.AuthenticationError, match="KERASDIST_SECRET"):
-                job.connect(0)
-
-
 def test_a_worker_that_was_asked_for_something_else_is_refused():
     settings = ServerSettings(mode="async", max_staleness=3)
     with nothing_stays_open(), Servers(2, connected=False) as job:
