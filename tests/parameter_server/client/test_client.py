@@ -7,7 +7,6 @@ import pytest
 
 from groups import in_threads, nothing_stays_open
 from kerasdist import errors
-from kerasdist.collectives.checked import sum_gradients
 from kerasdist.parameter_server import Change, Rows, Variable
 from servers import Servers
 
@@ -169,38 +168,6 @@ def test_statistics_of_several_tables(job):
             assert [sum(c.values()) for c in counts] == [4] * job.size
             assert [w["state"] for w in server["workers"]] == ["live"] * job.size
             assert server["updates"] == 5 * job.size
-
-
-def test_synchronous_sums_are_those_of_the_ring_bit_by_bit():
-    shapes = [(300, 200), (7,), ()]
-
-    def gradients(rank):
-        generator = np.random.default_rng(rank)
-        found = [generator.normal(size=s).astype("float32") for s in shapes]
-        found.append(generator.normal(size=(50, 9)).astype("float16"))
-        if rank == 1:
-            found[0][:] = np.nan  # counts for nothing
-        return found
-
-    beside = [np.arange(3.0, dtype="float32"), np.array(7)]
-    with Servers(3, 2, mode="sync") as job:
-        results = job.run(
-            lambda c: sum_gradients(
-                c.communicator, gradients(c.rank), there=c.rank != 1, beside=beside
-            )
-        )
-    expected = [np.zeros(g.shape, np.float32) for g in gradients(0)]
-    for rank in (0, 2):
-        for mine, g in zip(expected, gradients(rank), strict=True):
-            mine += g.astype("float32")
-    for result in results:
-        assert result.pop().tolist() == 21
-        assert result.pop().tolist() == [0, 3, 6]
-        for mine, first in zip(result, results[0], strict=True):
-            assert mine.tobytes() == first.tobytes()
-        for mine, value, g in zip(result, expected, gradients(0), strict=True):
-            assert mine.dtype == g.dtype
-            np.testing.assert_array_equal(mine, value.astype(g.dtype))
 
 
 def test_after_close_every_call_says_so(job):
