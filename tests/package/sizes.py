@@ -27,20 +27,17 @@ def lines_of_code(text: str) -> int:
     )
 
 
-def lines_of(path: Path) -> int:
-    return len(path.read_text("utf-8").splitlines())
-
-
 def report() -> str:
     folders = (ROOT / "kerasdist", ROOT / "callbacks")
     paths = [path for folder in folders for path in folder.rglob("*.py")]
+    lines_of = {path: len(path.read_text("utf-8").splitlines()) for path in paths}
     code = {path: lines_of_code(path.read_text("utf-8")) for path in paths}
     modules = [path for path in sorted(code, key=code.get) if path.stem != "__init__"]
     median = statistics.median(code[path] for path in modules)
     lines = [
         f"modules                {len(code)}, {len(code) - len(modules)} of them "
         "packages' __init__",
-        f"lines                  {sum(map(lines_of, paths)):,}",
+        f"lines                  {sum(lines_of.values()):,}",
         f"lines of code          {sum(code.values()):,}",
         f"median module          {median:g} lines of code",
         f"fewer than {SMALL} of these  {sum(code[p] < SMALL for p in modules)} modules",

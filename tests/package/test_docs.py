@@ -281,9 +281,6 @@ def test_the_message_of_wrong_settings():
     assert str(caught.value).splitlines()[0] == message("ClusterError")
 
 
-# Kubernetes.
-
-
 def pod_lines() -> str:
     """The lines of the manifest that a shell runs in each pod."""
     (text,) = re.findall(r"^ *- \|\n(.*?)^ *- sh", MANIFEST.read_text(), re.M | re.S)
@@ -372,9 +369,6 @@ def test_every_environment_variable_is_explained():
             used |= set(re.findall(r"KERASDIST_[A-Z_]+[A-Z]", path.read_text("utf-8")))
     page = set(re.findall(r"^\| `(KERASDIST_\w+)` ", read("docs/settings.md"), re.M))
     assert page == used
-
-
-# Two hosts.
 
 
 @pytest.mark.soak

@@ -67,5 +67,4 @@ def test_worker_lost_says_who_where_when_why_and_what_to_do():
 
 
 def test_startup_error_has_the_reason_of_each_missing_rank():
-    assert errors.StartupError("a").missing == {}
     assert errors.StartupError("a", {1: "b"}).missing == {1: "b"}

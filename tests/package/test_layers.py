@@ -289,9 +289,6 @@ def rooms(root: Path) -> list[str]:
     return faults
 
 
-# The checker finds what it is there for.
-
-
 @pytest.fixture
 def package(tmp_path):
     """Writes files below a folder; `{}` is a package without faults."""
@@ -365,9 +362,6 @@ def test_each_fault_is_found(package, module, source, fault):
 def test_keys_and_other_words_are_none(package):
     source = '"""Whatever."""\nx = {"blames": "comes"}'
     assert check(package({"kerasdist/cli/run.py": source})) == []
-
-
-# What it is there for.
 
 
 def test_the_library_keeps_the_rules():

@@ -145,6 +145,4 @@ def test_a_checkouts_folder_finds_the_callbacks_after_a_plain_install(
 
 def test_the_newest_entry_of_the_changelog_is_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    newest = re.search(r"^## \[([^\]]+)\]", text, re.MULTILINE)
-    assert newest is not None
-    assert newest.group(1) == VERSION
+    assert re.findall(r"^## \[([^\]]+)\]", text, re.MULTILINE)[0] == VERSION

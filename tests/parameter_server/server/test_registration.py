@@ -28,9 +28,7 @@ def test_a_worker_that_was_asked_for_something_else_is_refused():
     with nothing_stays_open(), Servers(2, connected=False) as job:
 
         def connect(rank):
-            if rank:
-                return job.connect(rank, settings=settings)
-            return job.connect(rank)
+            return job.connect(rank, settings=settings if rank else job.settings)
 
         # At once, and not when the time is over: waiting wouldn't help.
         first, second = outcomes(2, connect, 10.0)
