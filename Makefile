@@ -128,7 +128,7 @@ test-next: $(VENV)/.test
 	  tests/strategies/test_equivalence.py tests/_keras/test_patches.py \
 	  tests/_keras/test_tracebacks.py $(PYTEST_ARGS)
 
-# All that the pages tell to type; `make test` runs a quarter of it.
+# All that the pages tell to type; `make test` runs a part of it.
 test-pages: $(VENV)/.test
 	PAGES=all $(BIN)/python $(PYTEST) tests/package/test_pages.py $(PYTEST_ARGS)
 	@PYTHONPATH=tests/support $(BIN)/python tests/package/test_pages.py

@@ -204,6 +204,7 @@ def loss_of_classes(corrected, seed, steps=150, ranks=2, rate=0.1):
     return float(loss(x, y))
 
 
+@pytest.mark.soak
 def test_momentum_correction_counts():
     """As in the paper: where little is sent, momentum after the sum is worse."""
     with_correction = np.mean([loss_of_classes(True, seed) for seed in range(3)])

@@ -7,81 +7,44 @@ from __future__ import annotations
 
 import ast
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kerasdist", "callbacks")
 # A module of fewer lines of code is a small one, unless it's a package's `__init__`.
 SMALL = 40
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of a module.
-
-    Attributes:
-        path: The file, from the root.
-        lines: All lines.
-        code: Lines of code.
-    """
-
-    path: Path
-    lines: int
-    code: int
-
-    @property
-    def is_package(self) -> bool:
-        return self.path.name == "__init__.py"
-
-
-def size_of(path: Path) -> Size:
-    text = path.read_text("utf-8")
+def lines_of_code(text: str) -> int:
     described: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        ):
-            continue
-        if ast.get_docstring(node, clean=False) is not None:
-            first = node.body[0]
-            described.update(range(first.lineno, (first.end_lineno or 0) + 1))
-    lines = text.splitlines()
-    code = sum(
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text and isinstance(node.value.value, str):
+            described.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return sum(
         bool(line.strip()) and not line.lstrip().startswith("#")
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate(text.splitlines(), 1)
         if number not in described
     )
-    return Size(path.relative_to(ROOT), len(lines), code)
-
-
-def sizes() -> list[Size]:
-    """The size of each module of the library, the smallest first."""
-    found = [
-        size_of(path) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")
-    ]
-    return sorted(found, key=lambda size: (size.code, size.path))
 
 
 def report() -> str:
-    found = sizes()
-    modules = [size for size in found if not size.is_package]
-    small = [size for size in modules if size.code < SMALL]
+    folders = (ROOT / "kerasdist", ROOT / "callbacks")
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    lines_of = {path: len(path.read_text("utf-8").splitlines()) for path in paths}
+    code = {path: lines_of_code(path.read_text("utf-8")) for path in paths}
+    modules = [path for path in sorted(code, key=code.get) if path.stem != "__init__"]
+    median = statistics.median(code[path] for path in modules)
     lines = [
-        f"modules                {len(found)}, {len(found) - len(modules)} of them "
+        f"modules                {len(code)}, {len(code) - len(modules)} of them "
         "packages' __init__",
-        f"lines                  {sum(size.lines for size in found):,}",
-        f"lines of code          {sum(size.code for size in found):,}",
-        f"median module          {statistics.median(s.code for s in modules):g}"
-        " lines of code",
-        f"fewer than {SMALL} of these  {len(small)} modules",
+        f"lines                  {sum(lines_of.values()):,}",
+        f"lines of code          {sum(code.values()):,}",
+        f"median module          {median:g} lines of code",
+        f"fewer than {SMALL} of these  {sum(code[p] < SMALL for p in modules)} modules",
     ]
-    for title, some in (
-        ("The largest", modules[:-11:-1]),
-        ("The smallest", modules[:10]),
-    ):
-        lines += ["", f"{title}, lines and lines of code:"]
-        lines += [f"{size.lines:7,} {size.code:6,}  {size.path}" for size in some]
+    for title, some in (("largest", modules[:-11:-1]), ("smallest", modules[:10])):
+        lines += ["", f"The {title}, lines of code:"]
+        lines += [f"{code[path]:6,}  {path.relative_to(ROOT)}" for path in some]
     return "\n".join(lines)
 
 

@@ -43,34 +43,12 @@ def test_every_exception_is_in_the_list_and_in_the_drawing():
     assert sorted({a or b for a, b in drawn} - {"s"}) == errors.__all__
 
 
-@pytest.mark.parametrize(
-    ("kind", "bases"),
-    [
-        (errors.ClusterError, (errors.KerasDistError, ValueError)),
-        (errors.AddressInUseError, (errors.ClusterError, OSError)),
-        (errors.StartupError, (errors.KerasDistError, TimeoutError)),
-        (errors.WorkerLost, (errors.CollectiveError,)),
-        (errors.ServerLost, (errors.CollectiveError,)),
-        (errors.CollectiveMismatch, (errors.CollectiveError,)),
-        (errors.CollectiveTimeout, (errors.CollectiveError, TimeoutError)),
-        (errors.SharedMemoryFull, (errors.CollectiveError, OSError)),
-        (errors.TransportClosed, (errors.CollectiveError,)),
-        (errors.CollectiveError, (errors.KerasDistError,)),
-    ],
-)
-def test_who_catches_a_base_class_catches_it(kind, bases):
-    assert all(issubclass(kind, base) for base in bases)
-
-
 @pytest.mark.parametrize("error", MADE, ids=name)
-@pytest.mark.parametrize(
-    "through", [copy.copy, lambda e: pickle.loads(pickle.dumps(e))]
-)
-def test_copies_and_pickles_are_the_same(error, through):
-    other = through(error)
-    assert type(other) is type(error)
-    assert str(other) == str(error)
-    assert vars(other) == vars(error)
+def test_copies_and_pickles_are_the_same(error):
+    for other in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert type(other) is type(error)
+        assert str(other) == str(error)
+        assert vars(other) == vars(error)
 
 
 def test_worker_lost_says_who_where_when_why_and_what_to_do():
@@ -80,8 +58,8 @@ def test_worker_lost_says_who_where_when_why_and_what_to_do():
         "workers can't go on without it. Look at the output of rank 3 for the first "
         "error, then start the job again."
     )
-    assert (error.rank, error.host, error.step) == (3, "host3:2222", 17)
-    assert error.reason == "its connection was closed"
+    found = (error.rank, error.host, error.step, error.reason)
+    assert found == (3, "host3:2222", 17, "its connection was closed")
     assert str(errors.WorkerLost(3, "h:1", 17, "it was frozen", True)).endswith(
         ": it was frozen. The other workers go on without it. A new process with its "
         "task may join them."
@@ -89,5 +67,4 @@ def test_worker_lost_says_who_where_when_why_and_what_to_do():
 
 
 def test_startup_error_has_the_reason_of_each_missing_rank():
-    assert errors.StartupError("a").missing == {}
     assert errors.StartupError("a", {1: "b"}).missing == {1: "b"}

@@ -1,4 +1,4 @@
-"""The examples do what they say: the demo, and a job over two hosts."""
+"""The examples do what they say."""
 
 from __future__ import annotations
 
@@ -49,78 +49,38 @@ def test_a_function_from_python():
     assert float(found) > 0.8
 
 
-@pytest.mark.netns
-def test_other_hosts_need_a_secret(two_hosts):
-    script = """
-import json, kerasdist
-try:
-    kerasdist.RingStrategy(startup_timeout=20)
-except kerasdist.errors.ClusterError as error:
-    print("RESULT", json.dumps(str(error)), flush=True)
-else:
-    print("RESULT", json.dumps("trained"), flush=True)
-"""
-    for env, expected in [
-        ({"KERASDIST_SECRET": None}, "KERASDIST_INSECURE=1"),
-        ({"KERASDIST_SECRET": None, "KERASDIST_INSECURE": "1"}, "trained"),
-    ]:
-        with Workers(
-            script,
-            2,
-            env=env,
-            cluster=[two_hosts.address(0), two_hosts.address(1)],
-            prefix=two_hosts.prefix,
-            deadline=60,
-        ) as job:
-            for finished in job.succeed():
-                assert expected in finished.result
-
-
 @pytest.mark.soak
 def test_callbacks(tmp_path):
     trace = tmp_path / "trace.json"
-    script = EXAMPLES / "callbacks.py"
-    with Workers(script, 2, args=[str(trace)], deadline=120) as job:
-        chief, _ = job.succeed()
-    assert re.search(
-        r"^kerasdist: learning rate 0\.1 x 2 .* = 0\.2, ", chief.output, re.M
-    )
-    assert re.search(r"^kerasdist: all 2 workers hold the state", chief.output, re.M)
-    (found,) = re.findall(r"^accuracy (\S+)$", chief.output, re.M)
-    assert float(found) > 0.85
+    output = trained("callbacks.py", str(trace), size=2)
+    assert re.search(r"^kerasdist: learning rate 0\.1 x 2 .* = 0\.2, ", output, re.M)
+    assert re.search(r"^kerasdist: all 2 workers hold the state", output, re.M)
+    assert float(re.findall(r"^accuracy (\S+)$", output, re.M)[0]) > 0.85
     events = json.loads(trace.read_text())["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert len(names) == len({event["pid"] for event in events}) == 2
+    assert len({event["pid"] for event in events}) == 2
 
 
 @pytest.mark.soak
 def test_two_stages_of_a_model_that_is_too_large_for_one_device():
     output = trained("two_stage.py", "--epochs", "2")
-
     alone, _, two = output.partition("On two:")
     assert "doesn't fit into the memory of 1 device" in alone
     assert re.search(r"^CPU:0 +6 .* too much ", alone, re.M)
-    assert re.search(r"^  - 1 more device with 40 MB", alone, re.M)
     assert re.search(r"^CPU:1 +4 ", two, re.M)
-    (weights,) = re.findall(r"^weights: (\d+) bytes$", two, re.M)
-    assert int(weights) > 40e6
     assert re.search(r"^  digits/hidden +CPU:1 +\d+ +[1-9]", two, re.M)
     assert accuracy(two) > 0.8
 
 
 @pytest.mark.soak
 def test_a_table_of_words_on_servers():
-    output = trained(
-        *("embedding_ps.py", "--epochs", "2", "--words", "50000"), size=2, servers=2
-    )
-    (table,) = re.findall(r"the table has (\d+) bytes$", output, re.M)
-    assert int(table) == 4 * 50_000 * 32
-    pattern = r"rank (\d) of 2: (\d+) steps, (\d+) bytes sent and (\d+) bytes received"
+    options = ("--epochs", "2", "--words", "50000")
+    output = trained("embedding_ps.py", *options, size=2, servers=2)
+    assert f"the table has {4 * 50_000 * 32} bytes" in output
+    pattern = r"rank \d of 2: (\d+) steps, (\d+) bytes sent and (\d+) bytes received"
     found = [list(map(int, each)) for each in re.findall(pattern, output)]
-    assert sorted(rank for rank, *_ in found) == [0, 1]
     # 20,000 texts in batches of 64, 2 epochs.
-    assert sum(steps for _, steps, _, _ in found) == 2 * 313
-    for _, steps, sent, received in found:
+    assert sum(steps for steps, _, _ in found) == 2 * 313
+    for steps, sent, received in found:
         # A step has 960 words at most, and this worker reads what others change too.
         assert sent < 960 * (4 * 32 + 4) + 4000
         assert received * steps < 2 * 313 * (960 * (4 * 32 + 4) + 4000)
@@ -129,9 +89,9 @@ def test_a_table_of_words_on_servers():
 
 @pytest.mark.soak
 def test_both_at_once():
-    out = trained("hybrid.py", "--epochs", "3", size=2)
-    first, second = re.findall(r"rank \d of 2: weights (\w{16})$", out, re.M)
+    output = trained("hybrid.py", "--epochs", "3", size=2)
+    first, second = re.findall(r"rank \d of 2: weights (\w{16})$", output, re.M)
     assert first == second
-    assert re.search(r"^encoder_2 is on \S*/device:CPU:0$", out, re.M)
-    assert re.search(r"^classifier_1 is on \S*/device:CPU:1$", out, re.M)
-    assert accuracy(out) > 0.8
+    assert re.search(r"^encoder_2 is on \S*/device:CPU:0$", output, re.M)
+    assert re.search(r"^classifier_1 is on \S*/device:CPU:1$", output, re.M)
+    assert accuracy(output) > 0.8

@@ -12,16 +12,14 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import fill_pages
 
-PAGES = fill_pages.pages()
 
-
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
-def test_a_page_has_the_figures_of_the_benchmarks(page):
-    text = page.read_text("utf-8")
-    assert fill_pages.filled(text) == text, "Run `make figures`."
-    assert list(fill_pages.unmarked(text)) == [], (
-        "A measured figure has its source behind it: see benchmarks/fill_pages.py."
-    )
+def test_pages_have_the_figures_of_the_benchmarks():
+    for page in fill_pages.pages():
+        text = page.read_text("utf-8")
+        assert fill_pages.filled(text) == text, f"{page}: run `make figures`."
+        assert list(fill_pages.unmarked(text)) == [], (
+            f"{page}: a measured figure has its source behind it: see fill_pages.py."
+        )
 
 
 @pytest.mark.parametrize(
@@ -30,9 +28,7 @@ def test_a_page_has_the_figures_of_the_benchmarks(page):
         "It makes 64 steps/s.",
         "TLS passes 625 MB/s here.",
         "It takes 5.3 times as long.",
-        "It uses 22 MB more.",
         "| ring | 12,119 |",
-        "| ring | 0.86 |",
         "| ring | 7.1 % |",
     ],
 )
@@ -54,20 +50,16 @@ def test_figures_are_filled_in():
         "| ring | 1 | 2.0 <!-- fit; {mlp; cnn}; two workers; examples/s --> |\n"
     )
     lines = fill_pages.filled(page).splitlines()
-    figures = [line.partition("<!--")[0] for line in lines]
-    assert figures[0] == "1 KB takes 1.2"
-    assert figures[1] == "and 1 ms"
-    assert figures[2] == "0.94"
-    assert figures[3].startswith("| ring | 12,119 | 15,262.0 ")
+    figures = [line.partition("<!--")[0].strip() for line in lines]
+    shown = ["1 KB takes 1.2", "and 1 ms", "0.94", "| ring | 12,119 | 15,262.0"]
+    assert figures == shown
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("nothing; mlp; plain; examples/s", "No file for the figure 'nothing; mlp"),
-        ("fit; mlp; plain; examples/h", "fit/output.txt has no figure 'fit; mlp"),
         ("fit; none; plain; examples/s", "fit/output.txt has no figure 'fit; none"),
-        ("fit; mlp; none; examples/s", "fit/output.txt has no figure 'fit; mlp; none"),
         ("fit; {mlp; cnn}; plain; examples/s", "More sources than figures"),
     ],
 )

@@ -30,11 +30,8 @@ LIBRARY = [
 ]
 # What callbacks have for the library alone.
 CALLED_BY_US = {
-    "before_first_step",
-    "never_stops",
-    "on_failure",
-    "resumed_after",
-    "shares_state",
+    *("before_first_step", "never_stops", "on_failure"),
+    *("resumed_after", "shares_state"),
 }
 
 
@@ -178,6 +175,20 @@ def test_what_is_public_stays_as_it_is():
     assert public_api() + "\n" == PAGE.read_text("utf-8"), (
         "If that's meant: python tests/package/test_public_api.py"
     )
+
+
+def test_the_stub_has_the_names_of_the_module():
+    stub = ast.parse((ROOT / "kerasdist" / "__init__.pyi").read_text())
+    imported = [each for each in stub.body if isinstance(each, ast.ImportFrom)]
+    assert len(imported) == len(stub.body)
+    found = {}
+    for each in imported:
+        for alias in each.names:
+            assert alias.asname == alias.name  # else it isn't a name of the stub
+            found[alias.name] = each.module
+    assert found.keys() == {*kerasdist.__all__, "callbacks"}
+    lazy = kerasdist._LAZY
+    assert {name: found[name] for name in lazy} == lazy
 
 
 if __name__ == "__main__":

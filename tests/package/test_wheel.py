@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import tarfile
 import zipfile
@@ -13,6 +14,7 @@ from wheels import VERSION, install, run
 
 from places import ROOT
 
+WHEEL = f"kerasdist-{VERSION}-py3-none-any.whl"
 # Which file would be imported, without the import of TensorFlow.
 FIND = """
 import importlib.util
@@ -20,8 +22,46 @@ print(importlib.util.find_spec("kerasdist.callbacks").origin)
 """
 
 
-def test_the_wheel_holds_the_packages_and_nothing_else(wheel, tracked):
-    with zipfile.ZipFile(wheel) as archive:
+@pytest.fixture(scope="module")
+def tracked():
+    """The paths of the repository's files, as text."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("needs a git checkout, to know what belongs to the repository")
+    # A checkout of somebody else's is refused by git unless told otherwise.
+    command = ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"]
+    return [path for path in run(*command, cwd=ROOT).split("\0") if path]
+
+
+@pytest.fixture(scope="module")
+def source(tracked, tmp_path_factory):
+    """A copy of what is tracked, and of nothing else."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in tracked:
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dist(source, tmp_path_factory):
+    """The folder with the sdist, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    # No isolation: setuptools is installed with the test extra, and pinned.
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder)]
+    run(*build, cwd=source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(dist, tmp_path_factory):
+    """The bin folder of a virtual environment with the wheel in it."""
+    folder = tmp_path_factory.mktemp("venv")
+    return install(folder, str(dist / WHEEL), cwd=folder)
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(dist, tracked):
+    with zipfile.ZipFile(dist / WHEEL) as archive:
         names = set(archive.namelist())
     info = f"kerasdist-{VERSION}.dist-info"
 
@@ -38,24 +78,20 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel, tracked):
     assert "kerasdist/callbacks/__init__.py" in names
 
 
-def test_the_metadata_is_complete(wheel):
-    with zipfile.ZipFile(wheel) as archive:
+def test_the_metadata_is_complete(dist):
+    with zipfile.ZipFile(dist / WHEEL) as archive:
         text = archive.read(f"kerasdist-{VERSION}.dist-info/METADATA").decode()
     headers, _, description = text.partition("\n\n")
 
-    for line in [
-        "Name: kerasdist",
+    assert {
         f"Version: {VERSION}",
         "Requires-Python: >=3.11",
         "Requires-Dist: tensorflow>=2.18",
         "Requires-Dist: keras>=3.14",
-        "Keywords: keras,tensorflow,distributed,training,all-reduce",
         "Classifier: Typing :: Typed",
         "Provides-Extra: demo",
-        "Provides-Extra: test",
         "Description-Content-Type: text/markdown",
-    ]:
-        assert line in headers.splitlines()
+    } <= set(headers.splitlines())
     assert re.search(r"^License(-Expression)?: Apache-2\.0$", headers, re.MULTILINE)
     assert description.strip() == (ROOT / "README.md").read_text().strip()
 
@@ -72,29 +108,19 @@ def test_the_sdist_holds_the_documents(dist):
     with tarfile.open(dist / f"kerasdist-{VERSION}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
 
-    assert names >= {
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "LICENSE",
-        "README.md",
-        "callbacks/__init__.py",
-        "pyproject.toml",
-        "setup.py",
-    }
+    documents = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"}
+    assert names >= {*documents, "callbacks/__init__.py", "pyproject.toml", "setup.py"}
 
 
 def test_the_installed_wheel_is_imported_and_runs(installed, tmp_path):
     script = """if True:
-        import kerasdist, kerasdist.callbacks, pathlib, sys
-        for module in (kerasdist, kerasdist.callbacks):
-            path = pathlib.Path(module.__file__)
-            assert path.is_relative_to(sys.prefix), path
-        assert sys.prefix != sys.base_prefix
-        strategy = kerasdist.RingStrategy
-        print(kerasdist.__version__, strategy.__name__)
+        import kerasdist, kerasdist.callbacks
+        print(kerasdist.__version__, kerasdist.RingStrategy.__name__)
+        print(kerasdist.__file__, kerasdist.callbacks.__file__)
     """
-    python = str(installed / "python")
-    assert run(python, "-c", script, cwd=tmp_path).split() == [VERSION, "RingStrategy"]
+    shown = run(str(installed / "python"), "-c", script, cwd=tmp_path).split()
+    assert shown[:2] == [VERSION, "RingStrategy"]
+    assert all(path.startswith(str(installed.parent)) for path in shown[2:])
     assert "usage: kerasdist" in run(
         str(installed / "kerasdist"), "--help", cwd=tmp_path
     )
@@ -119,6 +145,4 @@ def test_a_checkouts_folder_finds_the_callbacks_after_a_plain_install(
 
 def test_the_newest_entry_of_the_changelog_is_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    newest = re.search(r"^## \[([^\]]+)\]", text, re.MULTILINE)
-    assert newest is not None
-    assert newest.group(1) == VERSION
+    assert re.findall(r"^## \[([^\]]+)\]", text, re.MULTILINE)[0] == VERSION

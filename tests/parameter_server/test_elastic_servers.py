@@ -34,16 +34,6 @@ def test_the_others_continue(size, victims, transport):
         assert (status, stats["epochs"]) == ("ok", len(victims) + 1), server.output
 
 
-def test_too_few_are_left():
-    with start(3, 1, ends=[[1, 6, KILL]], min_workers=3) as job:
-        finished = [job.wait_one(rank) for rank in range(3)]
-    for rank in (0, 2):
-        name, text = finished[rank].result["error"]
-        assert name == "WorkerLost"
-        assert "Rank 1 " in text
-        assert "min_workers" in text
-
-
 def test_a_lost_worker_joins_again():
     with start(3, 2, ends=[[0, 7, KILL]], turns=60, waits=24, handover=False) as job:
         assert job.wait_one(0).returncode == -KILL

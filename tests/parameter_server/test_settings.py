@@ -1,4 +1,4 @@
-"""Settings: all faults at once, and what tasks compare."""
+"""Settings: all faults at once, what tasks compare, and what can't be connected."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import re
 
 import pytest
 
-from kerasdist.parameter_server import ServerSettings
+from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.parameter_server import ServerSettings, connect_servers
 
 
 def test_defaults_and_what_is_agreed_on():
@@ -42,3 +44,20 @@ def test_what_makes_no_sense_is_refused(arguments, message):
 def test_all_faults_are_reported_at_once():
     with pytest.raises(ValueError, match=r"mode='x'.*snapshot_updates=-1"):
         ServerSettings(mode="x", snapshot_updates=-1)
+
+
+def test_wrong_calls_of_a_client():
+    settings = ServerSettings()
+    several = Cluster(rank=0, size=2, workers=("a:1", "b:1"))
+    with pytest.raises(ValueError, match="transport='mpi'; expected one of"):
+        connect_servers(Cluster(rank=0, size=1), settings, transport="mpi")
+    with pytest.raises(
+        errors.ClusterError,
+        match=r"2 workers, but no parameter server\. .*`kerasdist run -n 2 --ps 1`",
+    ):
+        connect_servers(several, settings)
+    server = Cluster(
+        rank=None, size=1, workers=("a:1",), servers=("b:1",), task_type="ps"
+    )
+    with pytest.raises(ValueError, match="A server is no worker"):
+        connect_servers(server, settings)

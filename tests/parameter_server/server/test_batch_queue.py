@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 
-from kerasdist.parameter_server import END, Change, Variable
+from kerasdist.parameter_server import END
 from kerasdist.parameter_server.server.handler import BatchQueue
-from servers import Servers
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,55 +39,6 @@ def test_old_queues_are_forgotten():
     for dataset in range(1000):
         assert batch_queue.claim(dataset, 1, -1, -1) == 0
     assert [batch_queue.claim(dataset, 1, -1, -1) for dataset in (999, 500)] == [1, 0]
-
-
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (3, 2)])
-def test_workers_claim_each_number_once(workers, servers):
-    def work(client):
-        found = []
-        for epoch in (1, 2):
-            number = -1
-            while True:
-                claimed = client.claim(0, epoch, limit=200, last=number)
-                if claimed is None:
-                    break
-                number = claimed
-                found.append((epoch, number))
-        return found
-
-    with Servers(workers, servers) as job:
-        found = job.run(work)
-    assert sorted(itertools.chain(*found)) == [
-        (e, n) for e in (1, 2) for n in range(200)
-    ]
-
-
-def test_a_change_is_taken_when_it_is_sent():
-    variables = [
-        Variable(name="a", shape=(300, 7)),
-        Variable(name="b", shape=(), dtype="float64"),
-        Variable(name="c", shape=(6,), dtype="float16"),
-        Variable(name="rows", shape=(9, 2), sparse=True),
-    ]
-    zeros = [np.zeros(v.shape, v.dtype) for v in variables]
-
-    def work(client):
-        table = client.open_table(variables, zeros)
-        base = [np.full(v.shape, 2, v.dtype) for v in variables]
-        now = [np.full(v.shape, 5, v.dtype) for v in variables]
-        changes = [Change(a, b) for a, b in zip(now, base, strict=True)]
-        with pytest.raises(ValueError, match="doesn't fit 'a'"):
-            table.push_pull([Change(now[0], base[0][:5]), None, None, None])
-        table.push_pull(changes)
-        client.communicator.barrier()
-        pulled = table.pull()
-        return [None if v is None else v.copy() for v in pulled.values], pulled.rows
-
-    with Servers(2, 2) as job:
-        for values, rows in job.run(work):
-            for value, variable in zip(values[:3], variables, strict=False):
-                np.testing.assert_array_equal(value, np.full(variable.shape, 6))
-            assert rows == {} or (rows[3].values == 6).all()
 
 
 def test_a_restarted_dealer_goes_on_behind_what_the_workers_have():

@@ -1,22 +1,17 @@
-"""What each server carries: counted, told, and put into words."""
+"""What servers tell each other of their loads."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from kerasdist.parameter_server import Layout, ServerSettings, Variable
+from kerasdist.parameter_server import ServerSettings
 from kerasdist.parameter_server.channel import Message, memory_pair
 from kerasdist.parameter_server.server.handler import (
-    Load,
     RequestHandler,
-    loads_of,
-    share_in_words,
 )
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType
-from servers import Servers
 
 
 @pytest.mark.parametrize(
@@ -35,32 +30,3 @@ def test_damaged_loads_are_refused(value):
     reply = mine.receive(Deadline(5), 1000)
     assert reply.frame is FrameType.FAILURE
     assert reported == []
-
-
-def test_in_words():
-    loads = [Load(1200, 2), Load(800, 1)]
-    assert share_in_words(loads, 0) == "1,200 bytes in 2 pieces, 60.0 % of 2,000 bytes"
-    assert share_in_words(loads, 1) == "800 bytes in 1 piece, 40.0 % of 2,000 bytes"
-    assert share_in_words([Load(0, 0)], 0) == "0 bytes in 0 pieces, 0.0 % of 0 bytes"
-
-
-def test_of_a_layout():
-    variables = [Variable(name="a", shape=(1000, 3)), Variable(name="b", shape=(4,))]
-    first, second = loads_of(Layout(variables, 2))
-    assert first.size + second.size == 12_016
-    assert sorted((first.pieces, second.pieces)) == [1, 2]
-
-
-def test_all_servers_hear_what_a_step_of_a_sync_job_brings():
-    with Servers(2, 2, mode="sync") as job:
-
-        def work(client):
-            each = client.communicator
-            each.all_reduce([np.ones(3)])
-            for step in range(1, 4):
-                each.step = step
-                each.all_reduce([np.ones(50_000, "float32")])
-                each.all_reduce([np.ones(10, "float32")])
-
-        job.run(work)
-        assert job.splits == [[Load(100_040, 2), Load(100_000, 1)]] * 2

@@ -11,13 +11,9 @@ import pytest
 from groups import in_threads, nothing_stays_open, outcomes
 from kerasdist import errors
 from kerasdist.parameter_server import ServerSettings, Variable, enter
-from kerasdist.parameter_server.membership import ServerHello
 from kerasdist.parameter_server.server import registration
-from kerasdist.parameter_server.server.handler import RequestHandler
-from kerasdist.parameter_server.server.registration import Registrar
 from kerasdist.parameter_server.snapshots import path_of
 from kerasdist.transport import Timeouts
-from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous import dial
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from pace import bound
@@ -27,24 +23,12 @@ from waiting import wait_until
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_another_secret_is_refused(monkeypatch):
-    monkeypatch.setenv("KERASDIST_SECRET", "one secret of the tests")
-    with nothing_stays_open():
-        timeouts = Timeouts(startup=bound(1.0))
-        with Servers(1, connected=False, timeouts=timeouts) as job:
-            monkeypatch.setenv("KERASDIST_SECRET", "another secret of the tests")
-            with pytest.raises(errors.AuthenticationError, match="KERASDIST_SECRET"):
-                job.connect(0)
-
-
 def test_a_worker_that_was_asked_for_something_else_is_refused():
     settings = ServerSettings(mode="async", max_staleness=3)
     with nothing_stays_open(), Servers(2, connected=False) as job:
 
         def connect(rank):
-            if rank:
-                return job.connect(rank, settings=settings)
-            return job.connect(rank)
+            return job.connect(rank, settings=settings if rank else job.settings)
 
         # At once, and not when the time is over: waiting wouldn't help.
         first, second = outcomes(2, connect, 10.0)
@@ -68,6 +52,14 @@ def test_a_worker_that_never_comes_is_named():
         assert re.search(name, str(job.ends[0]))
 
 
+def test_nobody_joins_a_synchronous_job():
+    timeouts = Timeouts(startup=bound(1.0))
+    with nothing_stays_open(), Servers(2, mode="sync", timeouts=timeouts) as job:
+        job.clients[1].close(RuntimeError("preempted"))
+        with pytest.raises(errors.StartupError):
+            job.connect(1)
+
+
 def test_servers_in_another_order_are_refused():
     """Two tasks whose clusters name the same servers in another order."""
     timeouts = Timeouts(startup=bound(1.0))
@@ -75,50 +67,6 @@ def test_servers_in_another_order_are_refused():
         job.addresses.reverse()
         with pytest.raises(errors.StartupError, match="This is server 1 of the job"):
             job.connect(0)
-
-
-class Pending:
-    """A connection of a worker that waits for the others."""
-
-    def __init__(self):
-        self.ended = False
-        self.refused = None
-
-    def write_json(self, kind, value, deadline):
-        self.refused = value
-
-    def close(self):
-        pass
-
-
-def test_who_gives_up_because_of_a_lost_worker_is_not_taken_for_it_alone():
-    """Both connections end between two looks, in whatever order."""
-    settings = ServerSettings()
-    handler = RequestHandler(0, 1, 4, settings, Timeouts())
-    lines = [Pending() for _ in range(3)]
-    hello = ServerHello(
-        server=0, settings=settings.agreed(), incarnation="x", replicas=1
-    )
-    arrivals = [[(rank, line, hello) for rank, line in enumerate(lines)]]
-
-    class Stop(threading.Event):
-        def wait(self, timeout=None):
-            # Meanwhile the other one is noticed.
-            lines[0].ended = True
-            return False
-
-    def take(seconds):
-        lines[1].ended = not arrivals
-        return arrivals.pop() if arrivals else []
-
-    registrar = Registrar(
-        *(handler, "here:1", [f"w{rank}:1" for rank in range(4)], take, Stop()),
-        lambda worker: None,
-        once=True,
-    )
-    with pytest.raises(errors.StartupError, match=r"rank 0 \(w0:1\), rank 1 \(w1:1\)"):
-        registrar.gather(Deadline(20.0))
-    assert sorted(lines[2].refused["missing"]) == ["0", "1"]
 
 
 @pytest.fixture

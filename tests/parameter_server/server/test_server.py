@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-
-import numpy as np
 import pytest
 
-from groups import in_threads, nothing_stays_open
+from groups import nothing_stays_open
 from kerasdist import errors
-from kerasdist.cluster.address import split_address
-from kerasdist.parameter_server import ParameterServer, ServerSettings, Variable
+from kerasdist.parameter_server import ParameterServer, ServerSettings
+from kerasdist.parameter_server.snapshots import path_of
 from servers import Servers, server_place, worker_place
 
 pytestmark = pytest.mark.timeout(60)
-SLOTS = [Variable(name="slots", shape=(4,))]
-ZEROS = [np.zeros(4, "float32")]
-
-
-def test_garbage_on_the_port_disturbs_nobody():
-    with nothing_stays_open(), Servers(2) as job:
-        stop = threading.Event()
-
-        def shout(_):
-            sent = 0
-            while not stop.is_set() or sent < 20:
-                with socket.create_connection(split_address(job.addresses[0])) as sock:
-                    sock.sendall(os.urandom(100))
-                sent += 1
-
-        def work(rank):
-            client = job.clients[rank]
-            table = client.open_table(SLOTS, ZEROS)
-            for _ in range(20):
-                table.push_pull([np.ones(4, "float32")])
-            client.communicator.barrier()
-            values = table.pull().values[0].copy()
-            stop.set()
-            return values
-
-        results = in_threads(3, lambda i: shout(i) if i == 2 else work(i))
-        assert all((values == 40).all() for values in results[:2])
 
 
 def test_addresses_of_other_machines_need_a_secret():
@@ -59,8 +27,19 @@ def test_a_server_can_be_closed_while_it_waits_and_while_it_serves():
             waiting.servers[0].close()
             waiting.join()
             assert isinstance(waiting.ends[0], errors.TransportClosed)
-        with Servers(2) as serving:
-            serving.servers[0].close()
-            for error in serving.outcomes(lambda c: c.communicator.barrier()):
+        with Servers(2, 2) as serving:
+            serving.servers[1].close()
+            found = serving.outcomes(lambda c: (c.communicator.barrier(), c.stats()))
+            serving.join()
+            # The other server has nobody left to serve, and blames no worker.
+            for error in (*found, serving.ends[0]):
                 assert isinstance(error, errors.ServerLost)
-                assert error.index == 0
+                assert (error.index, error.address) == (1, serving.addresses[1])
+                assert "It held a part of the weights." in str(error)
+                assert "they hold all weights" not in str(error)
+
+
+def test_what_is_no_snapshot_is_refused(tmp_path):
+    path_of(str(tmp_path), 0).write_bytes(b"this is no snapshot")
+    with pytest.raises(errors.SnapshotError, match="it begins with b'this is '"):
+        Servers(1, connected=False, snapshot_dir=str(tmp_path))

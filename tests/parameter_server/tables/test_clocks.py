@@ -3,37 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kerasdist.parameter_server.served_table import Clocks
-
-
-def test_a_worker_may_be_so_many_steps_ahead_of_the_slowest():
-    clocks = Clocks(range(3), 2)
-    clocks.tick(0, 6)
-    clocks.tick(1, 4)
-    clocks.tick(2, 7)
-    assert clocks.least == 4
-    assert clocks.may_read(0, 6)
-    assert clocks.may_read(1, 4)
-    assert not clocks.may_read(2, 7)
-    assert clocks.blocking(2, 7) == [1]
-    clocks.tick(1, 5)
-    assert clocks.may_read(2, 7)
-    assert clocks.staleness(2, 7) == 2
-    assert clocks.staleness(1, 5) == 0
-
-
-def test_in_step_and_free():
-    in_step, free = Clocks(range(2), 0), Clocks(range(2), None)
-    for clocks in (in_step, free):
-        clocks.tick(0, 1)
-    assert not in_step.may_read(0, 1)
-    in_step.tick(1, 1)
-    assert in_step.may_read(0, 1)
-    assert free.may_read(0, 1000)
-    assert free.staleness(0, 1000) == 1000
 
 
 def test_nobody_waits_for_a_parked_or_a_lost_worker():
@@ -80,35 +51,3 @@ def test_clocks_never_go_back_and_strangers_have_none():
     assert clocks.observed == {0: {2: 2}}
     with pytest.raises(ValueError, match="max_staleness=-1; expected >= 0 or None"):
         Clocks([0], -1)
-
-
-@settings(max_examples=60)
-@given(st.sampled_from([0, 1, 3, None]), st.randoms(use_true_random=False))
-def test_no_read_of_any_schedule_misses_an_update_older_than_its_bound(staleness, draw):
-    """By what was pushed and read, which knows nothing of clocks."""
-    workers, steps = range(4), 25
-    clocks = Clocks(workers, staleness)
-    done = dict.fromkeys(workers, 0)  # steps pushed
-    waiting, lost, reads = set(), set(), 0
-    while True:
-        for rank in sorted(waiting):
-            if clocks.may_read(rank, done[rank]):
-                waiting.discard(rank)
-                reads += 1
-                least = min(done[other] for other in workers if other not in lost)
-                assert staleness is None or least >= done[rank] - staleness
-        active = [r for r in workers if r not in lost and done[r] < steps]
-        free = [r for r in active if r not in waiting]
-        assert free or not active, "somebody can always go on"
-        if not free:
-            break
-        rank = draw.choice(free)
-        if draw.random() < 0.01 and len(lost) < len(workers) - 1:
-            lost.add(rank)
-            clocks.drop(rank)
-        else:
-            done[rank] += 1
-            clocks.tick(rank, done[rank])
-            waiting.add(rank)
-    assert not waiting
-    assert reads >= steps

@@ -7,7 +7,7 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.parameter_server import Layout, Variable
-from kerasdist.parameter_server.served_table import Table, merge_rows
+from kerasdist.parameter_server.served_table import Table
 
 VARIABLES = [
     Variable(name="kernel", shape=(300, 400)),
@@ -29,65 +29,6 @@ def changes(seed):
         values = generator.normal(size=(count, width)).astype(dtype)
         parts += [indices.astype("int32"), values]
     return parts
-
-
-def test_additions_equal_numpys_and_rows_have_versions():
-    table = Table(LAYOUT, 0)
-    expected = [array.copy() for array in (*table.dense, *table.rows)]
-    history = []
-    for seed in range(30):
-        parts = changes(seed)
-        table.check(parts)
-        out = [np.empty_like(array) for array in table.dense] if seed % 2 else None
-        table.add(parts, out)
-        expected[0] += parts[0]
-        expected[1] += parts[1]
-        for place in (0, 1):
-            indices, values = parts[2 + 2 * place], parts[3 + 2 * place]
-            np.add.at(expected[2 + place], indices, values)
-        history.append([set(parts[2].tolist()), set(parts[4].tolist())])
-        read = [np.empty_like(array) for array in table.dense]
-        table.read(read)
-        for mine, array in zip([*read, *table.rows], expected, strict=True):
-            np.testing.assert_array_equal(mine, array)
-        if out is not None:
-            for mine, array in zip(out, read, strict=True):
-                np.testing.assert_array_equal(mine, array)
-        assert table.version == seed + 1
-        for since in (0, seed // 2, seed, seed + 1):
-            for place, found in enumerate(table.changed(since)):
-                touched = set().union(*(step[place] for step in history[since:]), set())
-                assert set(found.tolist()) == touched
-
-
-def test_loading_counts_as_a_change_of_all_rows():
-    table = Table(LAYOUT, 0)
-    values = [np.ones(v.shape, v.dtype) for v in VARIABLES]
-    table.load(LAYOUT.cut(0, values))
-    assert all((array == 1).all() for array in (*table.dense, *table.rows))
-    assert [indices.size for indices in table.changed(0)] == [50, 20]
-    assert [indices.size for indices in table.changed(1)] == [0, 0]
-    assert table.nbytes == LAYOUT.server_bytes()[0]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_rows_of_one_index_are_summed(seed):
-    generator = np.random.default_rng(seed)
-    count = int(generator.integers(0, 200))
-    indices = generator.integers(0, 30, size=count)
-    values = generator.integers(-9, 9, size=(count, 3)).astype("float32")
-    merged, summed = merge_rows(indices, values)
-    expected = np.zeros((30, 3), "float32")
-    np.add.at(expected, indices, values)
-    dense = np.zeros((30, 3), "float32")
-    dense[merged] = summed
-    assert merged.tolist() == sorted(set(indices.tolist()))
-    np.testing.assert_array_equal(dense, expected)
-
-
-def test_rows_that_are_in_order_are_not_copied():
-    values = np.ones((3, 2))
-    assert merge_rows(np.array([1, 5, 9]), values)[1] is values
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,12 @@ WORKERS = 4
 SLOTS = [Variable(name="slots", shape=(WORKERS,))]
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("staleness", [0, 1, 4, None])
-def test_no_read_misses_an_update_older_than_its_bound(staleness, servers):
+@pytest.mark.parametrize("staleness", [0, 2, None])
+def test_no_read_misses_an_update_older_than_its_bound(staleness):
     """The log of reads is checked by itself, whatever the servers believe."""
-    variables = SLOTS
-    if servers == 2:
-        variables = [*SLOTS, Variable(name="more", shape=(WORKERS,))]
+    variables = [*SLOTS, Variable(name="more", shape=(WORKERS,))]
     steps = 30
-    with Servers(WORKERS, servers, kind="tcp", max_staleness=staleness) as job:
+    with Servers(WORKERS, 2, kind="tcp", max_staleness=staleness) as job:
 
         def work(client):
             generator = np.random.default_rng(client.rank)
@@ -62,24 +59,17 @@ def test_no_read_misses_an_update_older_than_its_bound(staleness, servers):
                 assert observed <= staleness
 
 
-def test_workers_with_fewer_steps_do_not_hold_up_the_others():
-    """The end of an epoch: who waits there has nothing left to finish."""
-    counts = [3, 9, 1, 6]
-    with Servers(WORKERS, 2, max_staleness=1) as job:
+def test_who_waits_at_the_end_of_an_epoch_holds_up_nobody():
+    with Servers(2, 2, max_staleness=1) as job:
 
         def work(client):
             table = client.open_table(SLOTS, [np.zeros(WORKERS, "float32")])
-            clocks = []
-            for _ in range(3):
-                for _ in range(counts[client.rank]):
-                    table.push_pull([np.ones(WORKERS, "float32")])
-                client.communicator.barrier()
-                clocks.append(table.clock)
-            return clocks, table.pull().values[0].copy()
+            for _ in range([1, 6][client.rank]):
+                table.push_pull([np.ones(WORKERS, "float32")])
+            client.communicator.barrier()
+            return table.clock, table.pull().values[0].tolist()
 
-        for clocks, values in job.run(work):
-            assert clocks == [9, 18, 27]
-            assert (values == 3 * sum(counts)).all()
+        assert job.run(work) == [(6, [7.0] * WORKERS)] * 2
 
 
 def test_who_waits_too_long_names_whom_for():
