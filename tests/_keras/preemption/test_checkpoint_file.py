@@ -18,10 +18,10 @@ from kerasdist.errors import SnapshotError
 
 PLACE = {
     **{"kind": "batches", "pass": 1, "batch": 3, "step": 3, "steps_seen": 3},
-    **{"steps_per_epoch": None, "batches": 8, "order": 0, "data": 0, "uses": [1]},
+    **{"steps_per_epoch": None, "batches": 8, "order": 0, "data": 0, "uses": [[1]]},
 }
 FACTS: dict[str, Any] = {
-    **{"seed": 5, "fit": 1, "epoch": 2, "place": PLACE, "uses": [1], "orders": 1},
+    **{"seed": 5, "fit": 1, "epoch": 2, "place": PLACE, "uses": [[1]], "orders": 1},
     **{"communicator_step": 9, "variables": [[[2], "float32"]], "rates": [0.1]},
     **{"factors": [None, [1.0, 2.0]], "callbacks": [["EarlyStopping", {"wait": 1}]]},
     **{"callback_arrays": [[0, "best_weights", 2]], "data": [8, None], "steps": 3},
