@@ -95,6 +95,7 @@ BENCHMARKS = {
     "fit": ["--models", "cnn", "--columns", "plain", "two workers"],
     "compression": [],
     "local_steps": [],
+    "balance": [],
     "overlap": [],
     "server_throughput": [],
     "server_steps": ["--models", "digits", "--columns", "RingStrategy", "async"],
