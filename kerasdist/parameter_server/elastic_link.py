@@ -621,12 +621,16 @@ class ServerLink:
     def _let_servers_stay(self, timeouts: Timeouts) -> None:
         heartbeat = _stays.get(self._servers)
         if heartbeat is None:
-            # Of lost servers it's heard elsewhere.
-            heartbeat = _stays[self._servers] = Heartbeat(
-                "kerasdist-servers stay",
-                timeouts,
-                on_frame=lambda key, frame: None,
-                on_end=lambda key, reason: None,
-            )
+            try:
+                # A lost server shows on the connections of an epoch.
+                heartbeat = Heartbeat(
+                    "kerasdist-servers stay",
+                    timeouts,
+                    on_frame=lambda key, frame: None,
+                    on_end=lambda key, reason: None,
+                )
+            except RuntimeError:
+                return  # the interpreter is ending: no strategy follows
+            _stays[self._servers] = heartbeat
         deadline = Deadline(_ANSWER_SECONDS)
         self._search(0, deadline, Cancellation()).stay(heartbeat)

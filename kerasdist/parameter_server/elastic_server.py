@@ -171,14 +171,15 @@ class ElasticServer:
         # Processes that have closed a strategy, and may create another one.
         self._staying: set[Hashable] = set()
         self._arrivals = itertools.count()
+        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+        self._listener = Listener.acquire(self.address, secret, self._timeouts.startup)
+        # After all that may fail: it has a thread.
         self._heartbeat = Heartbeat(
             f"kerasdist-watch server {self.index}",
             self._timeouts,
             on_frame=lambda key, frame: None,
             on_end=lambda key, reason: self._staying.discard(key),
         )
-        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
-        self._listener = Listener.acquire(self.address, secret, self._timeouts.startup)
 
     def serve(self) -> dict[str, int]:
         """Serve until all workers have left, or none has connected for too long.

@@ -218,6 +218,17 @@ class _Divided:
         return iter(self._parts)
 
 
+class BalancedArrays(ArrayEpochs):
+    """See `ArrayEpochs`; each epoch is divided by the present shares."""
+
+    def _reader(self, data: ArrayData) -> Any:
+        return data.pipelines()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.divide()
+        return super().__iter__()
+
+
 class BalancedData(SynchronousData):
     """See `SynchronousData`; parts are by the workers' shares.
 
@@ -226,6 +237,7 @@ class BalancedData(SynchronousData):
     """
 
     balance: Balance
+    array_epochs = BalancedArrays
 
     def end_epoch(self) -> None:
         """See `DataHooks.end_epoch`."""
@@ -234,12 +246,6 @@ class BalancedData(SynchronousData):
     def describe(self) -> str:
         """See `DataHooks.describe`."""
         return f"{super().describe()}, rows by measured speed"
-
-    def array_epochs(
-        self, workers: Workers, data: ArrayData, seed: int, distribute: Any
-    ) -> Any:
-        """Return the iterable over this worker's parts of arrays."""
-        return BalancedArrays(workers, data, seed, distribute)
 
     def _divide(self, dataset: Any) -> Any:
         return _Divided(self._workers, partial(super()._divide, dataset))
@@ -251,17 +257,6 @@ class BalancedData(SynchronousData):
             return _Divided(self._workers, lambda: divide(rows)(windows, head))
 
         return divided
-
-
-class BalancedArrays(ArrayEpochs):
-    """See `ArrayEpochs`; each epoch is divided by the present shares."""
-
-    def _reader(self, data: ArrayData) -> Any:
-        return data.pipelines()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.divide()
-        return super().__iter__()
 
 
 class BalancedExtended(SynchronousExtended):

@@ -29,7 +29,7 @@ class Memories:
     def __init__(self, compressor: Compressor | None) -> None:
         self._compressor = compressor
         # The graph that was traced last, and bytes of its gradients.
-        self._graph: Any = None
+        self._graph: weakref.ref[Any] | None = None
         self._bytes = (0, 0)
         self._kept: dict[tuple[int, int], tuple[Any, tuple[Any, ...]]] = {}
 
@@ -79,10 +79,11 @@ class Memories:
         A step may sum them in several parts.
         """
         graph = tf.compat.v1.get_default_graph()
-        known = self._bytes if graph is self._graph else (0, 0)
+        is_same = self._graph is not None and self._graph() is graph
+        known = self._bytes if is_same else (0, 0)
         # Of factors the bytes may depend on the rows of a batch.
         found = tf.get_static_value(after) if tf.is_tensor(after) else after
-        self._graph = None if found is None else graph
+        self._graph = None if found is None else weakref.ref(graph)
         self._bytes = known[0] + before, known[1] + int(found or 0)
 
     def figures(self) -> dict[str, float]:
