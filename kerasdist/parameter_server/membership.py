@@ -169,6 +169,7 @@ class WorkerRecord:
         clock: The last step that it has finished, for messages.
         returned: Whether it was a member before a restart of the server.
         joining: Whether it waits to join the others, which don't wait for it yet.
+        use: Number of the newest strategy of it that has sent a request.
         left: Number of the last strategy that it has left: its next one is another use
             of the servers.
         successor: What its script continues with, if it has finished for that.
@@ -183,6 +184,7 @@ class WorkerRecord:
     clock: int = 0
     returned: bool = False
     joining: bool = False
+    use: int = 1
     left: int = 0
     successor: Successor | None = None
 
@@ -280,6 +282,11 @@ class Membership:
     def successor(self) -> Successor | None:
         """The strategy with which the workers' scripts continue; None: there's none."""
         return next((p.successor for p in self.workers if p.successor), None)
+
+    def note_use(self, worker: WorkerRecord, use: int) -> None:
+        """Note the strategy of a worker that sends a request."""
+        with self.changed:
+            worker.use = max(worker.use, use)
 
     def leave(self, worker: WorkerRecord, use: int, reason: str) -> None:
         """Note that a worker has closed a strategy, and stays itself."""

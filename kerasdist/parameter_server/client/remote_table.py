@@ -117,6 +117,7 @@ class RemoteTable:
         layout = self.layout
         request = Open(
             table=self.number,
+            use=self._client.use,
             variables=layout.variables,
             has_values=values is not None,
         )

@@ -247,9 +247,17 @@ class Met:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Open:
-    """A request to begin to use a table; see `ServedTables.open`."""
+    """A request to begin to use a table; see `ServedTables.open`.
+
+    Attributes:
+        table: Its number.
+        use: Number of the strategy that opens it.
+        variables: Its variables.
+        has_values: Whether their values follow.
+    """
 
     table: int
+    use: int
     variables: tuple[Variable, ...]
     has_values: bool
 
@@ -420,7 +428,11 @@ class RequestHandler:
         if event.kind == "joined" and self.snapshotter is not None:
             # A restarted server refuses workers that aren't in its snapshot.
             self.snapshotter.request(at_once=True)
-        if event.kind in ("lost", "finished", "left"):
+        # A strategy's goodbye has another connection than requests: it may arrive after
+        # the first ones of the worker's next strategy.
+        use = self.membership.workers[event.rank].use
+        late = event.kind == "left" and use > event.use
+        if event.kind in ("lost", "finished", "left") and not late:
             self.tables.drop(event.rank)
             self.collectives.forget(event.rank)
         if event.kind == "lost" and self.logs:
@@ -528,6 +540,7 @@ class RequestHandler:
 
     def _meet(self, request: Meet, asked: _Asked) -> Reply:
         worker, call = asked.worker, asked.message.call
+        self.membership.note_use(worker, request.use)
         if self.settings.mode == "sync":
             # There are no tables whose clocks have it.
             worker.clock = max(worker.clock, request.step)
@@ -546,6 +559,7 @@ class RequestHandler:
         return to_object(met), result
 
     def _open(self, request: Open, asked: _Asked) -> Reply:
+        self.membership.note_use(asked.worker, request.use)
         layout = Layout(request.variables, self.servers)
         reply = self.tables.open(
             *(asked.worker, request.table, layout, asked.message.arrays),

@@ -228,3 +228,26 @@ def test_who_closes_a_strategy_is_not_waited_for_until_its_next_one(mode):
             assert first.communicator.ranks == (0,)
             kinds = [event.kind for event in first.events]
             assert set(kinds) == {"left"}
+
+
+def test_a_goodbye_may_arrive_after_the_next_strategy_s_first_collective(monkeypatch):
+    with Servers(2, 1, kind="tcp", mode="async") as job:
+        second = job.clients[1]
+        say, held = second.connections.send_goodbye, []
+        monkeypatch.setattr(second.connections, "send_goodbye", held.append)
+        second.leave(second.use)
+        handler = job.servers[0].handler
+        changed = handler.membership.changed
+
+        def meet(rank):
+            client = job.clients[rank]
+            client.use_again()
+            if rank == 0:
+                with changed:
+                    assert changed.wait_for(lambda: handler.collectives._round, 30)
+                    say(held[0])
+                    assert changed.wait_for(lambda: handler.events, 30)
+            client.communicator.barrier()
+            return client.communicator.ranks
+
+        assert in_threads(2, meet) == [(0, 1), (0, 1)]
