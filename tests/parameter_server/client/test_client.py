@@ -237,16 +237,20 @@ def test_a_goodbye_may_arrive_after_the_next_strategy_s_first_collective(monkeyp
         monkeypatch.setattr(second.connections, "send_goodbye", held.append)
         second.leave(second.use)
         handler = job.servers[0].handler
-        changed = handler.membership.changed
+        members = handler.membership
 
         def meet(rank):
             client = job.clients[rank]
             client.use_again()
             if rank == 0:
-                with changed:
-                    assert changed.wait_for(lambda: handler.collectives._round, 30)
+                with members.changed:
+                    # Notified when the request's arrays are there.
+                    joined = members.changed.wait_for(
+                        lambda: members.workers[1].use > 1, 30
+                    )
                     say(held[0])
-                    assert changed.wait_for(lambda: handler.events, 30)
+                    assert joined
+                    assert members.changed.wait_for(lambda: handler.events, 30)
             client.communicator.barrier()
             return client.communicator.ranks
 
