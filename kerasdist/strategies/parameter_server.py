@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kerasdist.cluster import Cluster
+from kerasdist.cluster import Cluster, resolve
 from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
-from kerasdist.compression import Compressor
+from kerasdist.compression import Compressor, compressor_of
+from kerasdist.errors import ClusterError
 from kerasdist.parameter_server import (
     Event,
     ServerClient,
     ServerSettings,
     connect_servers,
 )
+from kerasdist.parameter_server.client.client import TRANSPORTS
 from kerasdist.parameter_server.elastic_link import ServerLink
-from kerasdist.parameter_server.server.server import session_name
+from kerasdist.parameter_server.elastic_server import run_elastic_server
+from kerasdist.parameter_server.layout import MODES
+from kerasdist.parameter_server.server.server import run_server, session_name
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
+from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.local_sums import report_servers
-from kerasdist.strategies.options import StrategyJob
+from kerasdist.strategies.options import (
+    Options,
+    StrategyJob,
+    check_installed,
+    elasticity,
+    refuse_asynchronous,
+    refuse_option,
+)
 from kerasdist.strategies.servers import (
     EventLog,
     SharedClient,
-    check_arguments,
     note_elastic,
-    serve_job,
 )
 from kerasdist.strategies.sync.elastic_extended import (
     ElasticExtended,
@@ -35,6 +46,7 @@ from kerasdist.strategies.sync.elastic_extended import (
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 from kerasdist.transport import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
+from kerasdist.transport.log import name_task
 
 
 class ParameterServerStrategy(DataParallelStrategy):
@@ -162,33 +174,65 @@ class ParameterServerStrategy(DataParallelStrategy):
         min_workers: int | None = None,
         start_workers: int | None = None,
     ) -> None:
-        arguments = check_arguments(
-            mode,
-            max_staleness=max_staleness,
-            cluster=cluster,
-            cluster_resolver=cluster_resolver,
-            transport=transport,
-            timeout=timeout,
-            startup_timeout=startup_timeout,
-            heartbeat_timeout=heartbeat_timeout,
+        check_installed()
+        if mode not in MODES:
+            raise ValueError(f"`mode` must be one of {MODES}. Received: mode={mode!r}.")
+        if transport not in TRANSPORTS:
+            raise ValueError(
+                f"`transport` must be one of {TRANSPORTS}. "
+                f"Received: transport={transport!r}."
+            )
+        options = Options(
             initial_state=initial_state,
             shard=shard,
             data=data,
             bucket_size=bucket_size,
-            compression=compression,
-            snapshot_dir=snapshot_dir,
+            compression=compressor_of(compression),
+        )
+        timeouts = Timeouts(
+            collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
+        )
+        settings = ServerSettings(
+            mode=mode,
+            max_staleness=max_staleness,
+            snapshot_dir=None if snapshot_dir is None else os.fspath(snapshot_dir),
             snapshot_seconds=snapshot_seconds,
             snapshot_updates=snapshot_updates,
             restart_timeout=restart_timeout,
-            elastic=elastic,
-            min_workers=min_workers,
-            start_workers=start_workers,
         )
-        place, settings, bounds = arguments.place, arguments.settings, arguments.bounds
+        if mode == "async" and compression is not None:
+            raise ValueError(
+                "With mode='async' weights cross the network, and not gradients. "
+                f"Received: compression={compression!r}. Leave it out, or use "
+                "mode='sync'."
+            )
+        place = resolve(given_cluster(cluster, cluster_resolver))
+        refuse_mpi(
+            place,
+            "ParameterServerStrategy",
+            f"`kerasdist run -n {max(2, place.size)} --ps 1` or with TF_CONFIG, which "
+            "have servers; or use RingStrategy",
+        )
+        name_task(place.task_type, place.task_index, place.rank)
+        if mode == "async":
+            refuse_asynchronous(elastic)
+            elastic = False
+        bounds = elasticity(
+            elastic, min_workers, place.size, start_workers=start_workers
+        )
+        if bounds is not None and data == "chief":
+            refuse_option(
+                "data='chief', because the chief that has the data may be lost"
+            )
+        # One worker can't be lost without the job.
+        alone, bounds = (bounds, None) if place.size == 1 else (None, bounds)
         if place.rank is None:
             # Before TensorFlow looks for devices, which a server leaves to workers.
-            serve_job(arguments)
-            sys.exit(0)
+            if bounds is not None:
+                run_elastic_server(place, settings, bounds.min_workers, timeouts)
+            else:
+                run_server(place, settings, timeouts)
+            raise _Served(0)
         names = check_devices(devices)
         report_servers(names)
         job: StrategyJob
@@ -202,7 +246,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             )
             job = connect_elastic(
                 place,
-                timeouts=arguments.timeouts,
+                timeouts=timeouts,
                 replicas=len(names),
                 min_workers=bounds.min_workers,
                 grace=bounds.grace,
@@ -217,7 +261,7 @@ class ParameterServerStrategy(DataParallelStrategy):
                 place,
                 settings,
                 {"transport": transport, "replicas": len(names)},
-                arguments.timeouts,
+                timeouts,
                 lambda events, timeouts, part: _connect(
                     *(place, settings, timeouts, transport, len(names), part),
                     EventLog(events),
@@ -226,13 +270,13 @@ class ParameterServerStrategy(DataParallelStrategy):
             job, self._events = shared.client, shared.events
             leave = shared.leaving()
             self._traffic = shared.client.connections
-            if arguments.alone is not None:
-                job, leave = JobAlone(shared.client, arguments.alone.grace), None
+            if alone is not None:
+                job, leave = JobAlone(shared.client, alone.grace), None
                 extended = ExtendedAlone
         # A worker that is alone trains as one process does.
         if mode == "async" and (place.size > 1 or snapshot_dir is not None):
             extended = AsyncExtended
-        super().__init__(place, names, job, arguments.options, extended, leave)
+        super().__init__(place, names, job, options, extended, leave)
 
     @staticmethod
     def serve(mode: str = "sync", *, devices: Any = None, **arguments: Any) -> None:
@@ -264,8 +308,16 @@ class ParameterServerStrategy(DataParallelStrategy):
                 it.
             TypeError: The constructor doesn't have one of the arguments.
         """
-        del devices
-        serve_job(check_arguments(mode, **arguments))
+        found = (arguments.get(name) for name in ("cluster", "cluster_resolver"))
+        place = resolve(given_cluster(*found))
+        if place.rank is not None:
+            raise ClusterError(
+                "Only parameter servers serve. Received: a task of type "
+                f"{place.task_type!r} from {place.source}. Expected one of type 'ps'. "
+                "Call `kerasdist.ParameterServerStrategy(...)` in the other tasks."
+            )
+        with contextlib.suppress(_Served):
+            ParameterServerStrategy(mode, devices=devices, **arguments)
 
     @property
     def bytes_sent(self) -> int:
@@ -301,6 +353,10 @@ class ParameterServerStrategy(DataParallelStrategy):
         if not isinstance(extended, AsyncExtended):
             return {}
         return extended.shared.staleness
+
+
+class _Served(SystemExit):
+    """Ends a server's process in the constructor, when the job is over."""
 
 
 class _Traffic(Protocol):
