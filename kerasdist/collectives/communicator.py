@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy.typing as npt
 
@@ -291,3 +292,32 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def failure(self) -> errors.CollectiveError | None:
         """The error that ended this communicator, or None."""
+
+
+class ForwardingCommunicator(Communicator):
+    """A communicator whose collectives run on another one, which may change."""
+
+    @abc.abstractmethod
+    def _run(self, collective: Callable[[Communicator], list[Array]]) -> list[Array]:
+        """Run a collective on the present communicator; return its result."""
+
+    def all_reduce(self, *buffers: Any, **options: Any) -> list[Array]:
+        """See `Communicator.all_reduce`."""
+        return self._run(lambda inner: inner.all_reduce(*buffers, **options))
+
+    def all_gather(self, array: npt.ArrayLike) -> list[Array]:
+        """See `Communicator.all_gather`; one array per present rank."""
+        return self._run(lambda inner: inner.all_gather(array))
+
+    def exchange_rows(self, *tables: Any, **options: Any) -> list[Array]:
+        """See `Communicator.exchange_rows`, between the present ranks."""
+        return self._run(lambda inner: inner.exchange_rows(*tables, **options))
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+
+        def wait(inner: Communicator) -> list[Array]:
+            inner.barrier()
+            return []
+
+        self._run(wait)

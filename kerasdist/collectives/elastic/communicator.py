@@ -23,12 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.communicator import Communicator, copy_to_raise
+from kerasdist.collectives.communicator import (
+    Communicator,
+    ForwardingCommunicator,
+    copy_to_raise,
+)
 from kerasdist.collectives.elastic.agreement import MembershipService
 from kerasdist.collectives.elastic.epochs import Member
 from kerasdist.collectives.elastic.groups import BROKEN, Group, Result
 from kerasdist.collectives.elastic.peer_messenger import PeerMessenger, discover_members
-from kerasdist.collectives.row_exchange import Array, Slices
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.base import Peer
 from kerasdist.transport.tracing import Recorder
 
@@ -212,7 +216,7 @@ class MembershipChanged(Exception):
     """The members have changed during a section."""
 
 
-class ElasticCommunicator(Communicator):
+class ElasticCommunicator(ForwardingCommunicator):
     """The communicator of the present members of a job.
 
     Rank, size and peers change in a collective, or when a section begins or is left by
@@ -432,45 +436,6 @@ class ElasticCommunicator(Communicator):
 
     # Collectives.
 
-    def all_reduce(
-        self,
-        buffers: Sequence[npt.ArrayLike],
-        op: str = "sum",
-        *,
-        scale: float | None = None,
-        unscaled: int = 0,
-        lend: bool = False,
-    ) -> list[Array]:
-        """See `Communicator.all_reduce`."""
-
-        def reduce(inner: Communicator) -> list[Array]:
-            return inner.all_reduce(
-                buffers, op, scale=scale, unscaled=unscaled, lend=lend
-            )
-
-        return self._call(reduce)
-
-    def all_gather(self, array: npt.ArrayLike) -> list[Array]:
-        """See `Communicator.all_gather`; one array per present rank."""
-        return self._call(lambda inner: inner.all_gather(array))
-
-    def exchange_rows(
-        self,
-        tables: Sequence[Slices],
-        weight: int | None = None,
-        total: int | None = None,
-        *,
-        means: Sequence[Array] = (),
-        sums: Sequence[Array] = (),
-        lend: bool = False,
-    ) -> list[Array]:
-        """See `Communicator.exchange_rows`, between the present ranks."""
-        return self._call(
-            lambda inner: inner.exchange_rows(
-                tables, weight, total, means=means, sums=sums, lend=lend
-            )
-        )
-
     def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
         """See `Communicator.broadcast`; `root` is a rank of the present members.
 
@@ -492,18 +457,9 @@ class ElasticCommunicator(Communicator):
                 for each, array in zip(sums, arrays, strict=True)
             ]
 
-        return self._call(give)
+        return self._run(give)
 
-    def barrier(self) -> None:
-        """See `Communicator.barrier`."""
-
-        def wait(inner: Communicator) -> list[Array]:
-            inner.barrier()
-            return []
-
-        self._call(wait)
-
-    def _call(self, function: Callable[[Communicator], list[Array]]) -> list[Array]:
+    def _run(self, collective: Callable[[Communicator], list[Array]]) -> list[Array]:
         """Run a collective on the present group, until its result may be used."""
         with self._calls:
             number = self._number + 1
@@ -516,7 +472,7 @@ class ElasticCommunicator(Communicator):
                     raise MembershipChanged(
                         "The members of the job have changed in this section."
                     )
-                found = self._try(function, group, number)
+                found = self._try(collective, group, number)
                 if found is None:
                     found = self._await_fetched(group, number)
                 if found is not None:
@@ -525,13 +481,13 @@ class ElasticCommunicator(Communicator):
 
     def _try(
         self,
-        function: Callable[[Communicator], list[Array]],
+        collective: Callable[[Communicator], list[Array]],
         group: Group,
         number: int,
     ) -> list[Array] | None:
         """Run a collective; return None if it has to be repeated."""
         try:
-            result = function(group.communicator)
+            result = collective(group.communicator)
         except BROKEN as error:
             if self._present.is_usable(group):
                 self.membership.lost(group.epoch, group.member(error))

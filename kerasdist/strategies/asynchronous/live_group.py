@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.row_exchange import Array, Slices
+from kerasdist.collectives.communicator import ForwardingCommunicator
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.parameter_server import ServerClient
@@ -150,7 +151,7 @@ class WorkersChanged(Exception):
     """A worker was lost, or has joined, during a strict block."""
 
 
-class LiveCommunicator(Communicator):
+class LiveCommunicator(ForwardingCommunicator):
     """Collectives between the live workers of a job.
 
     Args:
@@ -207,70 +208,32 @@ class LiveCommunicator(Communicator):
         """Return the failure that ended this worker's part in the job, or None."""
         return self._inner.failure or self._client.failure
 
-    def all_reduce(
-        self,
-        buffers: Sequence[npt.ArrayLike],
-        op: str = "sum",
-        *,
-        scale: float | None = None,
-        unscaled: int = 0,
-        lend: bool = False,
-    ) -> list[Array]:
-        """See `Communicator.all_reduce`."""
+    def _run(self, collective: Callable[[Communicator], list[Array]]) -> list[Array]:
         self._catch_up()
-        result = self._inner.all_reduce(
-            buffers, op, scale=scale, unscaled=unscaled, lend=lend
-        )
+        result = collective(self._inner)
         self._note()
         return result
 
     def all_gather(self, array: npt.ArrayLike) -> list[Array]:
         """See `Communicator.all_gather`; one array per live rank."""
-        self._catch_up()
-        result = self._inner.all_gather(array)
-        if self._client.joining:
-            return result
-        self._note()
-        return [result[rank] for rank in self.ranks]
-
-    def exchange_rows(
-        self,
-        tables: Sequence[Slices],
-        weight: int | None = None,
-        total: int | None = None,
-        *,
-        means: Sequence[Array] = (),
-        sums: Sequence[Array] = (),
-        lend: bool = False,
-    ) -> list[Array]:
-        """See `Communicator.exchange_rows`."""
-        self._catch_up()
-        result = self._inner.exchange_rows(
-            tables, weight, total, means=means, sums=sums, lend=lend
-        )
-        self._note()
-        return result
+        result = super().all_gather(array)
+        return result if self._client.joining else [result[rank] for rank in self.ranks]
 
     def broadcast(self, buffers: Sequence[npt.ArrayLike], root: int = 0) -> list[Array]:
         """See `Communicator.broadcast`."""
-        self._catch_up()
         arrays = [np.asarray(buffer) for buffer in buffers]
         if sum(array.nbytes for array in arrays) >= _LEAST_BROADCAST_BYTES:
-            alone = self._client.joining
-            result = self._inner.broadcast(arrays, 0 if alone else self.ranks[root])
-            self._note()
-            return result
+
+            def give(inner: Communicator) -> list[Array]:
+                alone = self._client.joining
+                return inner.broadcast(arrays, 0 if alone else self.ranks[root])
+
+            return self._run(give)
         every = [self.all_gather(array.reshape(1, *array.shape)) for array in arrays]
         return [
             parts[min(root, len(parts) - 1)].reshape(array.shape)
             for parts, array in zip(every, arrays, strict=True)
         ]
-
-    def barrier(self) -> None:
-        """See `Communicator.barrier`."""
-        self._catch_up()
-        self._inner.barrier()
-        self._note()
 
     def _catch_up(self) -> None:
         while self.owed:
