@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import keras
 import tensorflow as tf
@@ -220,20 +220,29 @@ def refuse_asynchronous(elastic: bool | None) -> None:
     )
 
 
-def refuse_option(reason: str) -> NoReturn:
-    """Refuse an option with which an elastic job can't continue with fewer workers.
+ELASTIC_REFUSAL = (
+    "An elastic job continues without workers that are lost, which isn't possible with "
+    "every option."
+)
+CHIEF_REFUSAL = "data='chief', because the chief that has the data may be lost"
+
+
+def refuse_together(why: str, given: str, *others: tuple[object, str]) -> None:
+    """Refuse an option together with others.
 
     Args:
-        reason: The option and why.
+        why: A sentence about the option.
+        given: The option, as it was given.
+        *others: Of each other option whether it was given, and how and why not.
 
     Raises:
-        ValueError: Always.
+        ValueError: One of them was given.
     """
-    raise ValueError(
-        "An elastic job continues without workers that are lost, which isn't possible "
-        f"with every option. Received: elastic=True with {reason}. Leave that out, or "
-        "pass elastic=False."
-    )
+    for is_given, reason in others:
+        if is_given:
+            raise ValueError(
+                f"{why} Received: {given} with {reason}. Leave one of them out."
+            )
 
 
 # The check whether strategies can work with the installed Keras and TensorFlow.

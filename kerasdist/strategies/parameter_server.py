@@ -27,12 +27,14 @@ from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.local_sums import report_servers
 from kerasdist.strategies.options import (
+    CHIEF_REFUSAL,
+    ELASTIC_REFUSAL,
     Options,
     StrategyJob,
     check_installed,
     elasticity,
     refuse_asynchronous,
-    refuse_option,
+    refuse_together,
 )
 from kerasdist.strategies.servers import (
     EventLog,
@@ -220,10 +222,9 @@ class ParameterServerStrategy(DataParallelStrategy):
         bounds = elasticity(
             elastic, min_workers, place.size, start_workers=start_workers
         )
-        if bounds is not None and data == "chief":
-            refuse_option(
-                "data='chief', because the chief that has the data may be lost"
-            )
+        if bounds is not None:
+            chief = data == "chief", CHIEF_REFUSAL
+            refuse_together(ELASTIC_REFUSAL, "elastic=True", chief)
         # One worker can't be lost without the job.
         alone, bounds = (bounds, None) if place.size == 1 else (None, bounds)
         if place.rank is None:

@@ -36,10 +36,13 @@ from kerasdist.strategies.model_parallel import (
 )
 from kerasdist.strategies.native_graph_ops import make_native_ops
 from kerasdist.strategies.options import (
+    CHIEF_REFUSAL,
+    ELASTIC_REFUSAL,
     Options,
+    StrategyJob,
     check_installed,
     elasticity,
-    refuse_option,
+    refuse_together,
 )
 from kerasdist.strategies.placed.placed_extended import HybridExtended, install_hooks
 from kerasdist.strategies.placed.placer import check_micro_batches
@@ -248,92 +251,97 @@ class RingStrategy(DataParallelStrategy):
         bounds = elasticity(
             elastic, min_workers, place.size, start_workers=start_workers
         )
+        has_placement = placement is not None
         if local is not None:
-            _refuse_with_local_steps(local, bounds is not None, placement, compression)
+            refuse_together(
+                "Local steps aren't possible with every option.",
+                f"local_steps={local!r}",
+                (bounds, "elastic=True: a lost worker would take its steps along"),
+                (has_placement, "a placement, whose micro-batches are of one step"),
+                (compression, f"compression={compression!r}: no gradients are sent"),
+            )
         if balance is not None:
-            _refuse_with_balance(balance, bounds is not None, placement, local, shard)
+            refuse_together(
+                "Rows aren't divided by speed with every option.",
+                f"balance={balance!r}",
+                (bounds, "elastic=True: workers may join or leave"),
+                (has_placement, "a placement, whose stages aren't measured"),
+                (local, f"local_steps={local!r}: no step waits for another worker"),
+                (shard != "rows", f"shard={shard!r}: each worker has data of its own"),
+            )
+        if bounds is not None:
+            asked = "mpi" if place.needs_mpi else transport
+            fixed = asked in ("native", "mpi")
+            on_device = local_reduction == "device"
+            refuse_together(
+                ELASTIC_REFUSAL,
+                "elastic=True",
+                (fixed, f"transport={asked!r}, whose group of processes can't change"),
+                (data == "chief", CHIEF_REFUSAL),
+                (has_placement, "a placement"),
+                (on_device, "local_reduction='device', which can't be repeated"),
+            )
         on_devices = placer is None and sums_on_devices(local_reduction, names)
-        if bounds is not None:
-            _refuse_with_elastic(
-                "mpi" if place.needs_mpi else transport,
-                data,
-                placement,
-                local_reduction,
-            )
-            on_devices = False
-        report_paths = functools.partial(
-            report, names, size=place.size, asked=transport, on_devices=on_devices
-        )
-        if bounds is not None and place.size == 1:
-            alone = connect(
-                place, transport=transport, timeouts=timeouts, replicas=len(names)
-            )
-            job_alone = JobAlone(alone, bounds.grace)
-            report_paths(transport="none")
-            super().__init__(place, names, job_alone, options, ExtendedAlone)
-            return
-        if bounds is not None:
-            elastic_job = connect_elastic(
+        on_devices &= bounds is None
+        replicas = len(names) if placer is None else 1
+        job: StrategyJob
+        extended: Any
+        if bounds is not None and place.size > 1:
+            job = connect_elastic(
                 place,
                 transport=transport,
                 timeouts=timeouts,
-                replicas=len(names),
+                replicas=replicas,
                 min_workers=bounds.min_workers,
                 grace=bounds.grace,
                 start_workers=bounds.start_workers,
                 needs=("seed",),
             )
-            report_paths(transport="tcp")
-            super().__init__(place, names, elastic_job, options, ElasticExtended)
-            return
-        job = connect(
-            place,
-            transport=transport,
-            timeouts=timeouts,
-            replicas=len(names) if placer is None else 1,
-            native=native_communicator.connector(in_use),
-        )
-        try:
-            if job.transport == "native":
-                names = check_devices(devices)  # they have new names
-        except BaseException as error:
-            job.close(error)
-            raise
-        if placer is None:
-            extended: Any = SynchronousExtended
-            if balance is not None and place.size > 1:
-                extended = BalancedExtended
-            report_paths(transport=job.transport)
-            if job.transport == "native":
-                extended = functools.partial(extended, make_ops=make_native_ops)
-            elif on_devices:
-                extended = functools.partial(extended, make_ops=make_device_ops)
-            if local is not None:
-                made = getattr(extended, "keywords", {})
-                extended = functools.partial(LocalExtended, local_steps=local, **made)
-            super().__init__(place, names, job, options, extended)
-            return
-        report(
-            names[:1],
-            size=place.size,
-            asked=transport,
-            transport=job.transport,
-            on_devices=False,
-            has_nccl=False,
-        )
-        super().__init__(
-            place,
-            names,
-            job,
-            options,
-            functools.partial(
+            used, extended = "tcp", ElasticExtended
+        else:
+            connected = connect(
+                place,
+                transport=transport,
+                timeouts=timeouts,
+                replicas=replicas,
+                native=native_communicator.connector(in_use),
+            )
+            job, used, extended = connected, connected.transport, SynchronousExtended
+            try:
+                if used == "native":
+                    names = check_devices(devices)  # they have new names
+            except BaseException as error:
+                job.close(error)
+                raise
+            if bounds is not None:
+                # One worker can't be lost without the job.
+                job, extended = JobAlone(connected, bounds.grace), ExtendedAlone
+        if placer is not None:
+            extended = functools.partial(
                 HybridExtended,
                 placer=placer,
                 micro_batches=micro_batches,
                 rematerialize=rematerialize,
-            ),
+            )
+        elif local is not None:
+            extended = functools.partial(LocalExtended, local_steps=local)
+        elif balance is not None and place.size > 1:
+            extended = BalancedExtended
+        if placer is None and used == "native":
+            extended = functools.partial(extended, make_ops=make_native_ops)
+        elif on_devices:
+            extended = functools.partial(extended, make_ops=make_device_ops)
+        report(
+            names[:replicas],
+            size=place.size,
+            asked=transport,
+            transport=used,
+            on_devices=on_devices,
+            has_nccl=placer is None,
         )
-        install_hooks()
+        super().__init__(place, names, job, options, extended)
+        if placer is not None:
+            install_hooks()
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
         """Place layers that are created, and variables, in a `with` block on a device.
@@ -362,74 +370,3 @@ class RingStrategy(DataParallelStrategy):
         """
         placer = self.extended.kerasdist.placer
         return PlacementReport(steps={} if placer is None else dict(placer.steps))
-
-
-def _refuse_with_local_steps(
-    local: LocalSteps, is_elastic: bool, placement: Any, compression: Any
-) -> None:
-    """Refuse what has no meaning, or no sense, with local steps.
-
-    Raises:
-        ValueError: One of the arguments is of that kind.
-    """
-    reason = None
-    if is_elastic:
-        reason = "elastic=True: a lost worker would take its steps along"
-    elif placement is not None:
-        reason = "a placement, whose micro-batches are of one step"
-    elif compression is not None:
-        reason = f"compression={compression!r}: no gradients are sent"
-    if reason is not None:
-        raise ValueError(
-            f"Local steps aren't possible with every option. Received: "
-            f"local_steps={local!r} with {reason}. Leave one of them out."
-        )
-
-
-def _refuse_with_balance(
-    balance: str,
-    is_elastic: bool,
-    placement: Any,
-    local: LocalSteps | None,
-    shard: str,
-) -> None:
-    """Refuse what divides no batches by workers, or divides them itself.
-
-    Raises:
-        ValueError: One of the arguments is of that kind.
-    """
-    reason = None
-    if is_elastic:
-        reason = "elastic=True: workers may join or leave"
-    elif placement is not None:
-        reason = "a placement, whose stages aren't measured"
-    elif local is not None:
-        reason = f"local_steps={local!r}: no step waits for another worker"
-    elif shard != "rows":
-        reason = f"shard={shard!r}: each worker has data of its own"
-    if reason is not None:
-        raise ValueError(
-            "Rows aren't divided by speed with every option. Received: "
-            f"balance={balance!r} with {reason}. Leave one of them out."
-        )
-
-
-def _refuse_with_elastic(
-    transport: str, data: str, placement: Any, local_reduction: str
-) -> None:
-    """Refuse what an elastic job can't continue with fewer workers.
-
-    Raises:
-        ValueError: One of the arguments is of that kind.
-    """
-    reason = None
-    if transport in ("native", "mpi"):
-        reason = f"transport={transport!r}, whose group of processes can't change"
-    elif data == "chief":
-        reason = "data='chief', because the chief that has the data may be lost"
-    elif placement is not None:
-        reason = "a placement"
-    elif local_reduction == "device":
-        reason = "local_reduction='device', whose collectives can't be repeated"
-    if reason is not None:
-        refuse_option(reason)
