@@ -174,7 +174,17 @@ TABLE = (
         f"{_TF_OPTIMIZER}._all_reduce_sum_gradients(self, grads_and_vars)",
     ),
     _core(
-        "training.optimizers.sgd_step",
+        "training.weight_updates.add_rows",
+        "adds slices of one row in their order, on all workers",
+        f"{_TF_OPTIMIZER}.assign_add(self, variable, value)",
+    ),
+    _core(
+        "training.weight_updates.subtract_rows",
+        "likewise",
+        f"{_TF_OPTIMIZER}.assign_sub(self, variable, value)",
+    ),
+    _core(
+        "training.weight_updates.sgd_step",
         "one operation, without memory for intermediate results",
         "keras.src.optimizers.sgd.SGD.update_step"
         "(self, gradient, variable, learning_rate)",

@@ -350,6 +350,12 @@ class KerasHooks:
     local: LocalHooks | None = None
     checkpoint: Any = None
 
+    @property
+    def updates_alike(self) -> bool:
+        """Whether several replicas update their weights by the same gradients."""
+        several = self.elastic is not None or self.workers.replicas > 1
+        return several and self.dynamic is None and self.local is None
+
 
 def hooks_of(strategy: Any) -> KerasHooks | None:
     """Return the hooks of a strategy; None for one that isn't kerasdist's."""

@@ -51,8 +51,6 @@ from kerasdist._keras.protocols import (
 )
 from kerasdist._keras.training.logs import numbers_of, whole_logs
 from kerasdist._keras.training.optimizers import (
-    embedding_tables,
-    moves_all_rows,
     open_window,
 )
 from kerasdist._keras.training.state import (
@@ -64,6 +62,7 @@ from kerasdist._keras.training.state import (
     statistics_of,
     take_epoch,
 )
+from kerasdist._keras.training.weight_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.unscoped_models import warn_if_outside
 from kerasdist.transport import log
 

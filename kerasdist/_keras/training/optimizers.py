@@ -21,9 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
-from keras.src import optimizers
 from keras.src.optimizers import base_optimizer, sgd
 from keras.src.optimizers.schedules import learning_rate_schedule
 
@@ -39,6 +37,7 @@ from kerasdist._keras.learning_rate import (
 )
 from kerasdist._keras.placement.layers import placer_of
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of, timer_of
+from kerasdist._keras.training.weight_updates import share_reads, touched_rows
 from kerasdist._keras.unscoped_models import (
     apply_on_all,
     build_only,
@@ -47,7 +46,7 @@ from kerasdist._keras.unscoped_models import (
     strategy_outside,
 )
 from kerasdist._tf.compiled_step import padded
-from kerasdist._tf.variables import current_facets, is_distributed, of_tensorflow
+from kerasdist._tf.variables import current_facets, is_distributed
 
 # Adoption by the strategy of variables that were created outside of its scope.
 #
@@ -274,177 +273,6 @@ def _adopt(hooks: KerasHooks, variables: Iterable[Any]) -> None:
         value = getattr(variable, "_value", None)
         if value is not None and not is_distributed(value):
             variable._value = hooks.state.adopt(variable, value)
-
-
-# The rows of a table that an optimizer moves in a step.
-#
-# The gradient of an embedding is IndexedSlices: some of its rows. Keras's optimizers
-# differ in the rows that they change:
-#
-#     the given rows    a row without a gradient stays as it is, to the bit: SGD,
-#                       RMSprop, Adagrad, Adadelta, Adafactor
-#     some rows         momentum moves a row for long after its last gradient: Adam and
-#                       all others; also what accumulates gradients or takes averages
-#     all rows          weight decay
-#
-# The changed rows are given by the slices' indices in the first case; in the second
-# they can only be found by comparison.
-
-# SGD updates that read a gradient once, and write only the variables.
-#
-# The means of several workers are in memory that is read elsewhere, too. TensorFlow
-# doesn't write to it, so `learning_rate * gradient` is put into new memory, as large as
-# all gradients; in one process it overwrites the gradient. For `keras.optimizers.SGD`
-# TensorFlow has one operation that does the whole update: the same products and sums,
-# element by element, so that the bits are Keras's own
-# (`tests/_keras/optimizer/test_fused_sgd.py`). With clipping or accumulation the last
-# bit may differ: in Keras's operations TensorFlow multiplies the rate by the scale
-# first, and the gradient by both.
-
-
-def sgd_step(
-    original: Callable[..., Any],
-    optimizer: Any,
-    gradient: Any,
-    variable: Any,
-    learning_rate: Any,
-) -> Any:
-    """Replace `SGD.update_step`."""
-    if not current.reduced or not _is_plain(gradient, variable):
-        return original(optimizer, gradient, variable, learning_rate)
-    rate = tf.cast(learning_rate, variable.dtype)
-    if optimizer.momentum == 0:
-        return tf.raw_ops.ResourceApplyGradientDescent(
-            var=variable.handle, alpha=rate, delta=gradient, use_locking=True
-        )
-    momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
-    accumulator = _same_device(momentum.value, variable)
-    if accumulator is None:
-        return original(optimizer, gradient, variable, learning_rate)
-    return tf.raw_ops.ResourceApplyKerasMomentum(
-        var=variable.handle,
-        accum=accumulator.handle,
-        lr=rate,
-        grad=gradient,
-        momentum=tf.cast(optimizer.momentum, variable.dtype),
-        use_nesterov=optimizer.nesterov,
-        use_locking=True,
-    )
-
-
-def _is_plain(gradient: Any, variable: Any) -> bool:
-    """Return whether the operation accepts both; it doesn't accept slices."""
-    return (
-        isinstance(gradient, tf.Tensor)
-        and isinstance(variable, tf.Variable)
-        and not isinstance(variable, tf.distribute.DistributedValues)
-        and gradient.dtype == variable.dtype
-        and variable.dtype in (tf.float32, tf.float64)
-    )
-
-
-def _same_device(distributed: Any, variable: Any) -> Any | None:
-    """Return the copy of a distributed variable on another variable's device.
-
-    None if there is none, as for a placed model's optimizer that was built by hand.
-    """
-    copies = tf.distribute.get_strategy().experimental_local_results(distributed)
-    return next((copy for copy in copies if copy.device == variable.device), None)
-
-
-# Tables that are read without being copied.
-#
-# An update of some rows (`IndexedSlices`) makes TensorFlow copy the whole table at each
-# read from then on: a reader might hold the memory during the next update. The lookup
-# of an embedding drops it in the same step. `DisableCopyOnRead` makes reads share the
-# memory again. The next update of rows copies the table only if a tensor still shares
-# it, so no number changes.
-
-
-def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    """Let the next step read the tables of which rows were updated without a copy.
-
-    Call it after the update, in a step of one replica.
-
-    Args:
-        gradients: Tensors, IndexedSlices or None.
-        variables: The Keras variable of each.
-    """
-    if _tf.in_xla() or _tf.in_parts():  # XLA's updates don't make reads copy
-        return
-    for gradient, variable in zip(gradients, variables, strict=False):
-        if isinstance(gradient, tf.IndexedSlices):
-            (table,) = _tf.local_results(of_tensorflow(variable))
-            if isinstance(table, tf.Variable):
-                tf.raw_ops.DisableCopyOnRead(resource=table.handle)
-
-
-# Without momentum, their steps are a product with the gradient.
-_FOLLOW_GRADIENTS = (
-    optimizers.Adadelta,
-    optimizers.Adafactor,
-    optimizers.Adagrad,
-    optimizers.RMSprop,
-    optimizers.SGD,
-)
-
-
-def touched_rows(
-    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
-) -> list[Any | None]:
-    """Return for each variable indices of all rows that a step moves; None: not known.
-
-    Args:
-        optimizer: The optimizer that updates, not one that wraps it.
-        gradients: What it's given: tensors, IndexedSlices or None.
-        variables: One for each gradient.
-
-    Returns:
-        Integer tensors of shape `(n,)`, with repetitions; or None.
-    """
-    return [
-        gradient.indices
-        if isinstance(gradient, tf.IndexedSlices) and _follows(optimizer, variable)
-        else None
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
-
-
-def moves_all_rows(optimizer: Any, variable: Any) -> bool:
-    """Return whether an optimizer, if any, moves all rows of a variable each step."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    if not getattr(optimizer, "weight_decay", None):
-        return False
-    return bool(optimizer._use_weight_decay(variable.value))
-
-
-def embedding_tables(trainer: Any) -> set[int]:
-    """Return the ids of the Keras variables in which Embedding layers look up rows.
-
-    Tables that are also multiplied with as a whole are excluded: all of their rows get
-    gradients.
-    """
-    return {
-        id(variable)
-        for layer in trainer._flatten_layers()
-        if isinstance(layer, keras.layers.Embedding)
-        and not getattr(layer, "tie_weights", False)
-        for variable in layer._trainable_variables
-    }
-
-
-def _follows(optimizer: Any, variable: Any) -> bool:
-    """Return whether an optimizer leaves rows without a gradient unchanged."""
-    return (
-        # Subclasses are excluded, since they may do anything.
-        type(optimizer) in _FOLLOW_GRADIENTS
-        and not getattr(optimizer, "momentum", 0)
-        and not optimizer.weight_decay
-        and not optimizer.gradient_accumulation_steps
-        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
-        and getattr(variable, "constraint", None) is None
-        and not getattr(variable, "overwrite_with_gradient", False)
-    )
 
 
 def apply(

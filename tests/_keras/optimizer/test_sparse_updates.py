@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist._keras.training.optimizers import (
+from kerasdist._keras.training.weight_updates import (
     embedding_tables,
     moves_all_rows,
     touched_rows,

@@ -1,0 +1,233 @@
+"""The updates of weights by the gradients of all workers.
+
+They have the bits of Keras's own, and are the same on all workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import optimizers
+
+from kerasdist import _tf
+from kerasdist._keras.context import current
+from kerasdist._keras.protocols import KerasHooks
+from kerasdist._tf.variables import current_facets, of_tensorflow
+
+# SGD updates that read a gradient once, and write only the variables.
+#
+# The means of several workers are in memory that is read elsewhere, too. TensorFlow
+# doesn't write to it, so `learning_rate * gradient` is put into new memory, as large as
+# all gradients; in one process it overwrites the gradient. For `keras.optimizers.SGD`
+# TensorFlow has one operation that does the whole update: the same products and sums,
+# element by element, so that the bits are Keras's own
+# (`tests/_keras/optimizer/test_fused_sgd.py`). With clipping or accumulation the last
+# bit may differ: in Keras's operations TensorFlow multiplies the rate by the scale
+# first, and the gradient by both.
+
+
+def sgd_step(
+    original: Callable[..., Any],
+    optimizer: Any,
+    gradient: Any,
+    variable: Any,
+    learning_rate: Any,
+) -> Any:
+    """Replace `SGD.update_step`."""
+    if not current.reduced or not _is_plain(gradient, variable):
+        return original(optimizer, gradient, variable, learning_rate)
+    rate = tf.cast(learning_rate, variable.dtype)
+    if optimizer.momentum == 0:
+        return tf.raw_ops.ResourceApplyGradientDescent(
+            var=variable.handle, alpha=rate, delta=gradient, use_locking=True
+        )
+    momentum = optimizer.momentums[optimizer._get_variable_index(variable)]
+    accumulator = _same_device(momentum.value, variable)
+    if accumulator is None:
+        return original(optimizer, gradient, variable, learning_rate)
+    return tf.raw_ops.ResourceApplyKerasMomentum(
+        var=variable.handle,
+        accum=accumulator.handle,
+        lr=rate,
+        grad=gradient,
+        momentum=tf.cast(optimizer.momentum, variable.dtype),
+        use_nesterov=optimizer.nesterov,
+        use_locking=True,
+    )
+
+
+def _is_plain(gradient: Any, variable: Any) -> bool:
+    """Return whether the operation accepts both; it doesn't accept slices."""
+    return (
+        isinstance(gradient, tf.Tensor)
+        and isinstance(variable, tf.Variable)
+        and not isinstance(variable, tf.distribute.DistributedValues)
+        and gradient.dtype == variable.dtype
+        and variable.dtype in (tf.float32, tf.float64)
+    )
+
+
+def _same_device(distributed: Any, variable: Any) -> Any | None:
+    """Return the copy of a distributed variable on another variable's device.
+
+    None if there is none, as for a placed model's optimizer that was built by hand.
+    """
+    copies = tf.distribute.get_strategy().experimental_local_results(distributed)
+    return next((copy for copy in copies if copy.device == variable.device), None)
+
+
+# Updates of rows in the order of their slices.
+#
+# The slices of all workers may have one index several times. TensorFlow's threads share
+# the slices of `scatter_sub`, each adding some of them: the order of those of one row,
+# and so the last bit of their sum, differs between workers, and weights would drift
+# apart. `ResourceScatterNdSub` takes slices in their order on a CPU, at the same speed.
+# On a GPU neither has an order: see `strategies.reduce.consensus`.
+
+
+def add_rows(
+    original: Callable[..., Any], optimizer: Any, variable: Any, value: Any
+) -> Any:
+    """Replace `TFOptimizer.assign_add`."""
+    update = tf.raw_ops.ResourceScatterNdAdd
+    return _update_rows(original, update, optimizer, variable, value)
+
+
+def subtract_rows(
+    original: Callable[..., Any], optimizer: Any, variable: Any, value: Any
+) -> Any:
+    """Replace `TFOptimizer.assign_sub`."""
+    update = tf.raw_ops.ResourceScatterNdSub
+    return _update_rows(original, update, optimizer, variable, value)
+
+
+def _update_rows(
+    original: Callable[..., Any],
+    update: Callable[..., Any],
+    optimizer: Any,
+    variable: Any,
+    value: Any,
+) -> Any:
+    hooks: KerasHooks | None = None
+    if isinstance(value, tf.IndexedSlices) and current.reduced and not _tf.in_xla():
+        hooks = current_facets().hooks
+    table = of_tensorflow(variable)
+    if hooks is None or not hooks.updates_alike or ":GPU:" in table.device:
+        return original(optimizer, variable, value)
+    return update(
+        ref=table.handle,
+        indices=value.indices[:, tf.newaxis],
+        updates=tf.cast(value.values, table.dtype),
+    )
+
+
+# Tables that are read without being copied.
+#
+# An update of some rows (`IndexedSlices`) makes TensorFlow copy the whole table at each
+# read from then on: a reader might hold the memory during the next update. The lookup
+# of an embedding drops it in the same step. `DisableCopyOnRead` makes reads share the
+# memory again. The next update of rows copies the table only if a tensor still shares
+# it, so no number changes.
+
+
+def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Let the next step read the tables of which rows were updated without a copy.
+
+    Call it after the update, in a step of one replica.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None.
+        variables: The Keras variable of each.
+    """
+    if _tf.in_xla() or _tf.in_parts():  # XLA's updates don't make reads copy
+        return
+    for gradient, variable in zip(gradients, variables, strict=False):
+        if isinstance(gradient, tf.IndexedSlices):
+            (table,) = _tf.local_results(of_tensorflow(variable))
+            if isinstance(table, tf.Variable):
+                tf.raw_ops.DisableCopyOnRead(resource=table.handle)
+
+
+# The rows of a table that an optimizer moves in a step.
+#
+# The gradient of an embedding is IndexedSlices: some of its rows. Keras's optimizers
+# differ in the rows that they change:
+#
+#     the given rows    a row without a gradient stays as it is, to the bit: SGD,
+#                       RMSprop, Adagrad, Adadelta, Adafactor
+#     some rows         momentum moves a row for long after its last gradient: Adam and
+#                       all others; also what accumulates gradients or takes averages
+#     all rows          weight decay
+#
+# The changed rows are given by the slices' indices in the first case; in the second
+# they can only be found by comparison.
+
+# Without momentum, their steps are a product with the gradient.
+_FOLLOW_GRADIENTS = (
+    optimizers.Adadelta,
+    optimizers.Adafactor,
+    optimizers.Adagrad,
+    optimizers.RMSprop,
+    optimizers.SGD,
+)
+
+
+def touched_rows(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[Any | None]:
+    """Return for each variable indices of all rows that a step moves; None: not known.
+
+    Args:
+        optimizer: The optimizer that updates, not one that wraps it.
+        gradients: What it's given: tensors, IndexedSlices or None.
+        variables: One for each gradient.
+
+    Returns:
+        Integer tensors of shape `(n,)`, with repetitions; or None.
+    """
+    return [
+        gradient.indices
+        if isinstance(gradient, tf.IndexedSlices) and _follows(optimizer, variable)
+        else None
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
+def moves_all_rows(optimizer: Any, variable: Any) -> bool:
+    """Return whether an optimizer, if any, moves all rows of a variable each step."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not getattr(optimizer, "weight_decay", None):
+        return False
+    return bool(optimizer._use_weight_decay(variable.value))
+
+
+def embedding_tables(trainer: Any) -> set[int]:
+    """Return the ids of the Keras variables in which Embedding layers look up rows.
+
+    Tables that are also multiplied with as a whole are excluded: all of their rows get
+    gradients.
+    """
+    return {
+        id(variable)
+        for layer in trainer._flatten_layers()
+        if isinstance(layer, keras.layers.Embedding)
+        and not getattr(layer, "tie_weights", False)
+        for variable in layer._trainable_variables
+    }
+
+
+def _follows(optimizer: Any, variable: Any) -> bool:
+    """Return whether an optimizer leaves rows without a gradient unchanged."""
+    return (
+        # Subclasses are excluded, since they may do anything.
+        type(optimizer) in _FOLLOW_GRADIENTS
+        and not getattr(optimizer, "momentum", 0)
+        and not optimizer.weight_decay
+        and not optimizer.gradient_accumulation_steps
+        and not (optimizer.use_ema and optimizer.ema_overwrite_frequency)
+        and getattr(variable, "constraint", None) is None
+        and not getattr(variable, "overwrite_with_gradient", False)
+    )
