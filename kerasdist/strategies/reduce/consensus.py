@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
@@ -111,16 +112,20 @@ def check_state(
     variables: Sequence[tuple[str, Any]],
     parts: Sequence[tuple[str, Any]] = (),
     *,
+    log_once: Callable[[str, str], None] = lambda kind, text: None,
     broadcast: bool = False,
     epoch: int | None = None,
 ) -> None:
     """Check that all workers hold the same values.
+
+    If they differ by rounding alone, all take the chief's, and a line says so.
 
     Args:
         workers: The workers that reduce together.
         variables: Names and variables, in the same order on all workers.
         parts: The same for variables of which each replica may have its own part, see
             `strategies.reduce.gradients`: if they differ, all take the mean.
+        log_once: Logs a line on the chief, once for each kind; is given both.
         broadcast: Whether all take the chief's values if they differ before the first
             step.
         epoch: The number of the epoch that has ended; None before the first step.
@@ -162,11 +167,14 @@ def check_state(
     else:
         table = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
         tables = communicator.all_gather(table)
-        differing = [
-            variables[i][0]
+        found = [
+            variables[i]
             for i in range(len(digests))
             if any(not np.array_equal(t[i], tables[0][i]) for t in tables)
         ]
+        if _take_rounded(workers, found, log_once):
+            return
+        differing = [name for name, _ in found]
         ranks = [
             rank
             for rank, theirs in zip(communicator.ranks, tables, strict=True)
@@ -196,6 +204,57 @@ def check_state(
         "`kerasdist.callbacks.BroadcastInitialState()`, or the strategy the argument "
         "initial_state='broadcast'."
     )
+
+
+# Values that differ by more than this part of a variable's largest value, or than eight
+# units in the last place, don't differ by rounding.
+_ROUNDING = 1e-4
+
+
+def _take_rounded(
+    workers: Workers,
+    variables: Sequence[tuple[str, Any]],
+    log_once: Callable[[str, str], None],
+) -> bool:
+    """Let all take the chief's values where others differ by rounding alone.
+
+    Sums over all elements of a gradient, as a norm or the mean of its squares, are
+    computed in another order with other numbers of threads and on other processors;
+    GPUs add in any order. So workers that apply the same gradients differ in last bits.
+
+    Returns:
+        Whether that was so, the same on all workers. Else nothing has changed.
+    """
+    copies = [workers.copies(variable) for _, variable in variables]
+    if not all(each[0].dtype.is_floating for each in copies):
+        return False
+    chiefs = workers.communicator.broadcast([np.asarray(each[0]) for each in copies])
+    gap = 0.0
+    for own, chief in zip(copies, chiefs, strict=True):
+        wide = chief.astype(np.float64)
+        # Next to nothing but zeros nothing is small.
+        largest = np.max(np.abs(wide), initial=0.0) or np.finfo(np.float64).tiny
+        bound = max(_ROUNDING, 8 * float(ml_dtypes.finfo(chief.dtype).eps))
+        for copy in own:
+            mine = np.asarray(copy).astype(np.float64)
+            same = (mine == wide) | (np.isnan(mine) & np.isnan(wide))
+            with np.errstate(invalid="ignore"):
+                part = np.max(np.abs(mine - wide)[~same], initial=0.0) / largest
+            gap = max(gap, part if part <= bound else np.inf)
+    (gap,) = workers.communicator.all_reduce([np.float64(gap)], "max")
+    if not np.isfinite(gap):
+        return False
+    for own, chief in zip(copies, chiefs, strict=True):
+        for copy in own:
+            copy.assign(tf.convert_to_tensor(chief, copy.dtype))
+    log_once(
+        "rounding",
+        f"kerasdist: {len(variables)} variables differed between the workers by "
+        f"rounding, at most {gap:.0e} of their largest value, as processors, numbers of "
+        "threads or GPUs add in different orders; all take rank "
+        f"{workers.communicator.ranks[0]}'s values then",
+    )
+    return True
 
 
 def digest_of(copy: Any) -> bytes:

@@ -105,7 +105,9 @@ class SynchronousExtended(SharingExtended):
             consensus=Consensus(workers),
             state=StateHooks(
                 adopt=self.adopt,
-                check=partial(check_state, workers, broadcast=broadcast),
+                check=partial(
+                    check_state, workers, log_once=log_once, broadcast=broadcast
+                ),
                 share=partial(share_state, workers),
                 give=partial(give_state, workers),
                 # `ops` is another object while this worker acts alone.
