@@ -234,17 +234,6 @@ def test_all_gather_of_different_numbers_of_rows(group):
             assert same_bytes([*results, parts])
 
 
-def test_broadcast_from_each_root(group):
-    def inputs(rank):
-        g = np.random.default_rng([4, rank])
-        names = [*INTS, *FLOATS, *COMPLEX, "bool"]
-        return [values(g, shape, name, rank) for name in names for shape in SHAPES]
-
-    for root in range(group.size):
-        results = group.run(lambda c, root=root: c.broadcast(inputs(c.rank), root))
-        assert same_bytes([*results, inputs(root)])
-
-
 def test_nobody_leaves_a_barrier_before_all_have_come(group):
     entered = [0] * group.size
 

@@ -20,17 +20,6 @@ def times(steps, seconds):
 
 
 @pytest.mark.parametrize(
-    ("steps", "per_call", "expected"), [(1, 1, 1), (8, 1, 8), (8, 3, 2), (2, 4, 1)]
-)
-def test_so_many_steps(steps, per_call, expected):
-    windows = Windows(steps, per_call)
-    for _ in range(2):
-        assert length(windows) == expected
-        windows.begin(times(100, 1.0), [expected, 9.0, 9.0])
-        assert windows.calls == 0
-
-
-@pytest.mark.parametrize(
     ("cost", "age", "seconds"),
     [
         (0.0, 20.0, 1.0),  # a part of the job's age,
@@ -46,17 +35,6 @@ def test_a_length_that_is_left_to_the_callback(cost, age, seconds, per_call):
     # A hundredth of a second per call.
     windows.begin(times(100 * per_call, 1.0), [100, cost, age])
     assert length(windows) == round(seconds * 100)
-
-
-def test_windows_without_a_length():
-    # Of an epoch: it's never full by itself.
-    windows = Windows("epoch")
-    windows.calls = 10**9
-    assert windows.left
-    # Without a step that counts the next is like the first.
-    windows = Windows("auto")
-    windows.begin(times(0, 0.0), [5, 0.1, 100.0])
-    assert length(windows) == 10
 
 
 def test_what_the_chief_tells_makes_all_equal():

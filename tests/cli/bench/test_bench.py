@@ -74,14 +74,6 @@ def test_steps_end_in_the_midst_of_fit(launcher: Launcher) -> None:
     assert "\n  scaling efficiency " in out
 
 
-@pytest.mark.soak
-def test_fit_has_fewer_steps_which_are_asynchronous(launcher: Launcher) -> None:
-    options = ("-n", 2, "--ps", 1, "folder/train.py", "async", 3)
-    code, out, err = _bench(launcher, *options)
-    assert code == 0, err
-    _check_report(out, err, 2)
-
-
 def test_no_fit_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "script.py").write_text("")
     monkeypatch.setattr(sys, "argv", ["worker", "60", str(tmp_path / "script.py")])

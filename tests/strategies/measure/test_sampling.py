@@ -37,14 +37,6 @@ def calls(sampling, count):
     return measured, warming
 
 
-@pytest.mark.parametrize("rows", [None, (0, 0), (8, 3), (8, 8)])
-def test_all_are_measured(rows):
-    sampling = Sampling()
-    if rows is not None:
-        sampling.set(*rows)
-    assert calls(sampling, 100) == (list(range(100)), [])
-
-
 @pytest.mark.parametrize(("row", "number"), [(8, 9), (8, 20), (8, 150), (3, 15)])
 def test_rows_by_chance_and_the_same_everywhere(row, number):
     chosen = []
@@ -62,25 +54,3 @@ def test_rows_by_chance_and_the_same_everywhere(row, number):
     gaps = [b - a for a, b in itertools.pairwise(warming)]
     assert min(gaps) >= row
     assert len(set(gaps)) >= min(number - row, 20)
-
-
-def test_calls_that_somebody_asks_for():
-    plain, sampling = Sampling(), Sampling()
-    for each in (plain, sampling):
-        each.set(8, 150)
-    chosen, found = calls(plain, 1000), []
-    for number in range(1000):
-        sampling.next(asked=number % 100 < 4)
-        found.append((sampling.measured, sampling.warming))
-    for number, (measured, warming) in enumerate(found):
-        usual = number in chosen[0] or number in chosen[1]
-        # Those that are chosen stay the same.
-        assert measured == (usual or number % 100 < 4)
-        # The graph that measures warms up where it comes after the other one.
-        if not usual:
-            assert warming == (number > 0 and measured and not found[number - 1][0])
-    # All are measured as long as nobody has said how long they take.
-    sampling = Sampling()
-    sampling.next(asked=True)
-    assert sampling.measured
-    assert not sampling.warming

@@ -1,6 +1,6 @@
 """What one device does of a placed model is measured, and leaves nothing behind.
 
-That the figures are right is a part of measure/test_stages.py.
+That the figures are right is a part of `measure/test_stages.py`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ import pytest
 
 from kerasdist.transport.rendezvous import waiting_notice
 from kerasdist.transport.rendezvous.bind import (
-    narrow,
     report_unprotected,
 )
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
@@ -80,40 +79,6 @@ def test_every_address_of_a_name_is_tried(monkeypatch):
 
 
 # Servers that no secret protects: by an explicit word only, and at one address.
-
-
-def reached(ip, port):
-    try:
-        with socket.create_connection((ip, port), timeout=0.2):
-            return True
-    except TimeoutError:
-        return False
-
-
-@pytest.mark.parametrize(
-    ("host", "own"),
-    [
-        ("127.0.0.1", ["127.0.0.1"]),
-        ("127.0.0.2", ["127.0.0.2"]),
-        ("[::1]", ["::1"]),
-        ("localhost", ["127.0.0.1", "::1"]),
-    ],
-)
-def test_a_server_on_all_addresses_takes_only_what_is_for_the_tasks_own(host, own):
-    with socket.create_server(
-        ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True
-    ) as server:
-        port = server.getsockname()[1]
-        ips = ["127.0.0.1", "127.0.0.2", "127.0.0.3", "::1"]
-        assert [ip for ip in ips if reached(ip, port)] == ips
-        assert narrow(f"{host}:{port}")
-        found = [ip for ip in ips if reached(ip, port)]
-        assert set(found) <= set(own)
-        assert found
-        if host != "localhost":
-            assert found == own
-        for other in ("203.0.113.7", "no-such-host.invalid"):
-            assert not narrow(f"{other}:{port}")
 
 
 def test_what_does_not_protect_them_is_said():

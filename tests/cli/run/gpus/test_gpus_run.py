@@ -164,27 +164,6 @@ def test_the_driver_lists_gpus_and_their_parts(tmp_path: Path) -> None:
 NAMES = [f"GPU-{i}" for i in range(8)]
 
 
-def sizes(option: str, gpus: int, workers: int) -> list[int]:
-    faults: list[str] = []
-    shares = divide(option, NAMES[:gpus], workers, faults).shares
-    assert not faults
-    assert shares is not None
-    given = [name for share in shares for name in share]
-    assert given == NAMES[: len(given)]
-    return [len(share) for share in shares]
-
-
-def test_shares_are_disjoint_and_nearly_equal() -> None:
-    assert sizes("auto", 8, 4) == [2, 2, 2, 2]
-    assert sizes("auto", 3, 2) == [1, 2]
-    assert sizes("2", 8, 3) == [2, 2, 2]
-    assert sizes("none", 4, 2) == [0, 0]
-    assert sizes("0", 4, 2) == [0, 0]
-    division = divide("auto", NAMES[:3], 2, [])
-    assert division.environ(1) == {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}
-    assert division.environ(None) == {"CUDA_VISIBLE_DEVICES": "-1"}  # a server
-
-
 def test_without_gpus_or_with_all_nothing_is_set() -> None:
     for option, names in (("auto", []), ("all", NAMES)):
         division = divide(option, names, 2, [])
