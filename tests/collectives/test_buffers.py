@@ -32,17 +32,6 @@ def address(array):
     return array.__array_interface__["data"][0]
 
 
-def test_dropped_memory_is_used_again_for_the_same_size():
-    buffers = BufferPool()
-    first = buffers.empty(LARGE, FLOAT)
-    assert (first.shape, first.dtype) == ((LARGE,), FLOAT)
-    where = address(first)
-    assert where % 4096 == 0  # TensorFlow takes it without copying
-    del first
-    assert address(buffers.empty(LARGE * 2, FLOAT)) != where
-    assert address(buffers.empty(LARGE // 2, np.dtype("float64"))) == where
-
-
 @pytest.mark.parametrize(
     "hold",
     [

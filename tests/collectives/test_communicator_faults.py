@@ -23,7 +23,6 @@ def ids(kind):
 
 
 def ended(group, results, expected):
-    """Every rank got `expected`, and the same; afterwards each says it again."""
     assert [type(result) for result in results] == [expected] * group.size, results
     assert len({str(result) for result in results}) == 1
     for communicator in group.communicators:

@@ -25,8 +25,6 @@ class Ranks:
         self._given = [None] * size
 
     def run(self, function):
-        """Return what `function(rank, all_reduce, all_gather)` returns, by rank."""
-
         def one(rank):
             try:
                 return function(
@@ -67,8 +65,6 @@ class Ranks:
 
 
 class Job:
-    """The ranks of a job with a compressor: their memories from step to step."""
-
     def __init__(self, compressor, size, shapes):
         self.ranks = Ranks(size)
         self.compressor = compressor
@@ -76,7 +72,6 @@ class Job:
         self.sent = 0
 
     def step(self, gradients):
-        """Reduce each rank's gradients; return the sums, which are those of all."""
         results = self.ranks.run(
             lambda rank, all_reduce, all_gather: self.compressor.reduce(
                 gradients[rank], self.memories[rank], all_reduce, all_gather

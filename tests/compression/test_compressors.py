@@ -11,50 +11,6 @@ from kerasdist.compression import Factors, PowerSGD, TopK
 from kerasdist.compression.contract import OuterProducts
 
 
-def resnet18():
-    """The shapes of ResNet-18 for CIFAR-10, as kernels of Keras."""
-    shapes, before = [(3, 3, 3, 64), (64,), (64,)], 64
-    for filters in (64, 128, 256, 512):
-        for block in range(2):
-            shapes += [(3, 3, before, filters), (filters,), (filters,)]
-            shapes += [(3, 3, filters, filters), (filters,), (filters,)]
-            if block == 0 and filters != 64:
-                shapes += [(1, 1, before, filters), (filters,), (filters,)]
-            before = filters
-    return [*shapes, (512, 10), (10,)]
-
-
-def lstm():
-    """The shapes of the language model: 3 x 650, tied, a vocabulary of 28,869."""
-    layer = [(650, 2600), (650, 2600), (2600,), (2600,)]
-    return [(28869, 650), *layer * 3, (28869,)]
-
-
-def bytes_of(compressor, shapes):
-    """The bytes of one step of one rank."""
-    given = [tf.zeros(shape) for shape in shapes]
-    memory = compressor.init(shapes)
-    return compressor.reduce(given, memory, lambda each: list(each), lambda t: t)[2]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "parameters", "steps", "whole", "by_rank"),
-    [
-        (resnet18(), 11_173_962, 24, 1023, {1: 4.2, 2: 7.5, 4: 14.2}),
-        (lstm(), 28_949_319, 70, 7730, {1: 25, 2: 38, 4: 64}),
-    ],
-    ids=["resnet18", "lstm"],
-)
-def test_published_bytes_of_power_sgd(shapes, parameters, steps, whole, by_rank):
-    """Tables 3 and 4 of the paper, in MB of 2 ** 20 bytes for an epoch."""
-    assert sum(int(np.prod(shape)) for shape in shapes) == parameters
-    dense = PowerSGD(rank=10**6)  # which sends all as it is
-    assert steps * bytes_of(dense, shapes) / 2**20 == pytest.approx(whole, abs=0.5)
-    for rank, megabytes in by_rank.items():
-        found = steps * bytes_of(PowerSGD(rank), shapes) / 2**20
-        assert found == pytest.approx(megabytes, abs=0.5 if megabytes > 20 else 0.05)
-
-
 def parts(size, shape, seed=0):
     random = np.random.default_rng(seed)
     return [[tf.constant(random.normal(size=shape), tf.float32)] for _ in range(size)]

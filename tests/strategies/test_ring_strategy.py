@@ -11,7 +11,6 @@ import threading
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from scripts import PRELUDE
 
 import kerasdist
@@ -29,21 +28,6 @@ def strategy():
     made = kerasdist.RingStrategy()
     yield made
     made.close()
-
-
-def test_it_is_a_strategy(strategy):
-    assert isinstance(strategy, tf.distribute.Strategy)
-    assert not tf.distribute.has_strategy()
-    with strategy.scope():
-        assert tf.distribute.get_strategy() is strategy
-        optimizer = keras.optimizers.Adam(0.25)
-        step = tf.Variable(3, dtype=tf.int64)
-    assert strategy.num_replicas_in_sync == 1
-    (device,) = strategy.extended.worker_devices
-    assert device.endswith("/device:CPU:0")
-    # Variables are numbers, as in plain Keras.
-    assert float(optimizer.learning_rate) == 0.25
-    assert int(step) == 3
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kerasdist.parameter_server import END
 from kerasdist.parameter_server.server.handler import BatchQueue
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,6 +24,14 @@ def test_a_restarted_server_goes_on_from_what_workers_know():
     assert batch_queue.claim(0, 5, 10, 6) == 7
     assert batch_queue.claim(0, 5, 10, 3) == 8
     assert batch_queue.claim(0, 5, 10, 9) == -1
+
+
+def test_a_queue_can_be_ended_for_all():
+    batch_queue = BatchQueue()
+    assert batch_queue.claim(0, 1, -1, -1) == 0
+    assert batch_queue.claim(0, 1, -1, END) == -1
+    assert batch_queue.claim(0, 1, -1, 0) == -1
+    assert batch_queue.claim(0, 2, -1, -1) == 0
 
 
 def test_old_queues_are_forgotten():

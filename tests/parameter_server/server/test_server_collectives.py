@@ -36,8 +36,6 @@ class Tables(ServedTables):
 
 
 class Server:
-    """A server without connections: its workers' threads call it."""
-
     def __init__(self, size, mode="async"):
         self.membership = Membership(size, mode)
         self.tables = Tables(0, ServerSettings(mode=mode), self.membership)
@@ -63,7 +61,6 @@ class Server:
         return result[0].copy(), ranks
 
     def here(self, *ranks):
-        """Waits until these have come to the meeting."""
         wait_until(lambda: self.tables.waiting >= set(ranks), f"ranks {ranks}")
 
 

@@ -79,7 +79,6 @@ def job(size=2, replicas=1, staleness=None):
 
 @pytest.fixture(scope="module")
 def run():
-    """Runs a script, with some names, in the job that has such options."""
     with job() as free, job(staleness=0) as in_step, job(replicas=2) as double:
         jobs = {(2, 1, None): free, (2, 1, 0): in_step, (2, 2, None): double}
 

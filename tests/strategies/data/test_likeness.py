@@ -25,7 +25,6 @@ def hashes(array):
 
 
 def alike(chief, other):
-    """Whether another worker's rows are taken for the chief's."""
     seen, sample = Seen(), sample_rows(hashes(other))
     seen.add(hashes(chief))
     repeated = max(sample.repeated, sample_rows(hashes(chief)).repeated)

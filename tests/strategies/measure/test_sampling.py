@@ -6,29 +6,10 @@ import itertools
 
 import pytest
 
-from kerasdist.strategies.measure.step_clock import Sampling, rows_for
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (0.0, (0, 0)),
-        (0.001, (8, 500)),
-        (0.0125, (8, 40)),
-        (0.0199, (8, 40)),
-        (0.02, (3, 25)),
-        (0.0625, (3, 15)),
-        (0.1, (0, 0)),
-        (3.0, (0, 0)),
-    ],
-)
-def test_rows_for(seconds, expected):
-    """One each half second, and one call of five at most; of long ones all."""
-    assert rows_for(seconds) == expected
+from kerasdist.strategies.measure.step_clock import Sampling
 
 
 def calls(sampling, count):
-    """Numbers of the calls that are measured, and of those that warm up."""
     measured, warming = [], []
     for number in range(count):
         if not sampling.next():

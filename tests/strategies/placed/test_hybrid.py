@@ -34,7 +34,7 @@ def devices_of(model):
 )
 
 
-def script(text: str) -> str:
+def script(text):
     return PRELUDE + textwrap.dedent(text)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from scripts import PRELUDE
 
+from kerasdist.strategies.reduce.sparse_parts import rows_of
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
@@ -72,7 +74,6 @@ result({
 
 @pytest.fixture(scope="module")
 def jobs():
-    """What one process without other workers says, and what two workers say."""
     said = []
     for size in (1, 2):
         with Workers(SCRIPT, size, deadline=190) as job:
@@ -104,3 +105,12 @@ def test_what_is_sent(jobs):
     # Accumulated tables are sent by their rows: four steps, two updates.
     assert sent["few"] == [["slices", 10, 2]] * 2
     assert sent["many"] == [["table", 12, 2]] * 2
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 2), (5, 2, 3)])
+def test_rows_of(shape):
+    table = np.zeros(shape, "float32")
+    table[1], table[3] = np.nan, -1
+    slices = rows_of(tf.constant(table))
+    assert slices.indices.numpy().tolist() == [1, 3]
+    np.testing.assert_array_equal(tf.convert_to_tensor(slices), table)

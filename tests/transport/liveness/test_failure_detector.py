@@ -20,7 +20,6 @@ from kerasdist.transport.liveness.failure_detector import (
     FailureDetector,
 )
 from kerasdist.transport.liveness.failure_protocol import encode
-from pace import bound
 from waiting import wait_until
 
 
@@ -87,20 +86,31 @@ def test_the_others_have_been_told_before_a_handler_may_end_the_chief():
     assert b"the cause" in told[0]
 
 
-def test_a_suspicion_gives_way_to_the_cause():
-    """Rank 1's connections close because it saw rank 3's fault."""
-    with Crew(4) as crew:
-        answers = []
-        thread = threading.Thread(
-            target=lambda: answers.append(
-                crew.ranks[2].explain(Peer(1, "host1:1"), "its connection was closed")
-            )
-        )
-        thread.start()
-        crew.ranks[1].report(errors.WorkerLost(3, "host3:1", 5, "the cause"))
-        thread.join(bound(60))
-        assert (answers[0].rank, answers[0].reason) == (3, "the cause")
-        assert len(set(crew.failures())) == 1
+@pytest.mark.parametrize(
+    ("left", "decision", "asker", "suspect", "rank", "reason"),
+    [
+        # Nothing better comes.
+        (None, 0.3, 2, 1, 1, "its connection was closed"),
+        # The suspect has said goodbye.
+        (1, 80.0, 2, 1, 1, "it closed its strategy while others still needed it"),
+        # Rank 2 has given up because of the chief; rank 3 sees only rank 2.
+        (0, 80.0, 3, 2, 0, "it closed its strategy while others still needed it"),
+    ],
+)
+def test_who_is_named_by_one_whose_neighbour_has_gone(
+    monkeypatch, left, decision, asker, suspect, rank, reason
+):
+    monkeypatch.setattr(f"{FailureDetector.__module__}.DECISION_SECONDS", decision)
+    with Crew(4, heartbeat=80.0) as crew:
+        if left is not None:
+            crew.ranks[left].close()
+        peer = Peer(suspect, f"host{suspect}:1")
+        started = time.monotonic()
+        lost = crew.ranks[asker].explain(peer, "its connection was closed")
+        assert time.monotonic() - started < 60
+        assert (lost.rank, lost.host, lost.reason) == (rank, f"host{rank}:1", reason)
+        if left is None:
+            assert len(set(crew.failures())) == 1
 
 
 def test_one_who_was_frozen_itself_blames_nobody():

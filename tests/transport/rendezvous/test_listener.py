@@ -100,6 +100,16 @@ def test_a_connection_is_handed_to_who_asks_for_it(listening):
     assert listening.pending.take("s", "p", 1, Deadline(30), stop) is None
 
 
+def test_the_newer_connection_of_a_rank_counts(listening):
+    with knock(listening) as old:
+        wait_until(lambda: not handshakes(), "the first")
+        with knock(listening) as new:
+            wait_until(lambda: not handshakes(), "the second")
+            with take(listening) as end:
+                assert talk(new, end)
+            assert old.recv(1) == b""
+
+
 def test_a_port_in_use_is_an_error_with_address_and_remedy():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
