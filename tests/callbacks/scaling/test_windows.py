@@ -20,6 +20,17 @@ def times(steps, seconds):
 
 
 @pytest.mark.parametrize(
+    ("steps", "per_call", "expected"), [(1, 1, 1), (8, 1, 8), (8, 3, 2), (2, 4, 1)]
+)
+def test_so_many_steps(steps, per_call, expected):
+    windows = Windows(steps, per_call)
+    for _ in range(2):
+        assert length(windows) == expected
+        windows.begin(times(100, 1.0), [expected, 9.0, 9.0])
+        assert windows.calls == 0
+
+
+@pytest.mark.parametrize(
     ("cost", "age", "seconds"),
     [
         (0.0, 20.0, 1.0),  # a part of the job's age,

@@ -6,26 +6,23 @@ import threading
 import time
 
 from kerasdist.transport.rendezvous import waiting_notice
-from kerasdist.transport.rendezvous.bind import (
-    report_unprotected,
-)
+from kerasdist.transport.rendezvous.bind import report_unprotected
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 from pace import bound
 
 
 @contextlib.contextmanager
-def listening(host="127.0.0.1", backlog=8):
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as server:
-        server.bind((host, 0))
+def listening(backlog=8):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
         server.listen(backlog)
-        yield server, server.getsockname()[1]
+        yield server.getsockname()[1]
 
 
 def test_no_answer_in_time():
     # A full backlog: the kernel drops what comes, as a firewall would.
     with contextlib.ExitStack() as stack:
-        _, port = stack.enter_context(listening(backlog=0))
+        port = stack.enter_context(listening(backlog=0))
         for _ in range(4):
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
@@ -51,7 +48,7 @@ def test_the_deadline_holds_for_the_look_up(monkeypatch):
 
 
 def test_every_address_of_a_name_is_tried(monkeypatch):
-    with listening() as (_, port), socket.socket() as held:
+    with listening() as port, socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         refused = (socket.AF_INET, 0, 0, "", held.getsockname())
         answers = (socket.AF_INET, 0, 0, "", ("127.0.0.1", port))
