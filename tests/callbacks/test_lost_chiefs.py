@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -58,8 +56,7 @@ strategy.close()
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of the job, and what its last worker has printed."""
+def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     with Workers(SCRIPT, 3, env={"FOLDER": str(folder)}, deadline=150) as job:
         finished = job.wait()
@@ -67,14 +64,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, finished[2]
 
 
-def test_the_rate_stays(job: Any) -> None:
+def test_the_rate_stays(job):
     found = job[1].result
     assert found["steps"] == 30
     assert found["factor"] == 2.0
     assert found["rate"] == pytest.approx(0.2)
 
 
-def test_the_board_shows_the_workers(job: Any) -> None:
+def test_the_board_shows_the_workers(job):
     folder, last = job
     run = folder / "logs" / "scaling"
     assert len(list(run.glob("*.tfevents.*"))) == 3
@@ -106,7 +103,7 @@ def test_the_board_shows_the_workers(job: Any) -> None:
         assert percent == pytest.approx(speeds[step] / (1000 * count) * 100, rel=1e-3)
 
 
-def test_the_timeline_is_of_those_that_are_left(job: Any) -> None:
+def test_the_timeline_is_of_those_that_are_left(job):
     folder, _ = job
     found = json.loads((folder / "trace.json").read_text())
     errors = found["otherData"]["clock_error_us"]

@@ -116,7 +116,6 @@ def expected(steps, base=0.125, factor=2.0, warmup=9, first=0):
 
 
 def check(found, rates):
-    """What the weights have sunk by, and what was read before each step."""
     np.testing.assert_allclose(found[0], rates, rtol=1e-5)
     np.testing.assert_allclose(found[1], rates, rtol=1e-6)
 

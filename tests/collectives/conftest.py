@@ -15,7 +15,6 @@ LARGEST_BYTES = 4 << 20
     scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
 )
 def group(request):
-    """One group for all tests of a module that leave it usable."""
     with Group(*request.param) as made:
         # Shared memory grows to its full size now, so that no test is blamed for it.
         zeros = np.zeros(LARGEST_BYTES, np.uint8)

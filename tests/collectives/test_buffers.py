@@ -8,41 +8,7 @@ import numpy as np
 import pytest
 
 from kerasdist.collectives.checked import MOST_SIGNATURES, Signatures
-from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer, aligned
-
-
-@pytest.mark.parametrize("sizes", [[7], [0, 3, 0, 0, 1, 5, 0], [1] * 9, []])
-def test_every_range_is_that_of_the_concatenation(sizes):
-    whole = np.arange(sum(sizes))
-    ends = np.cumsum(sizes)[:-1] if sizes else []
-    parts = FusedBuffer(np.split(whole, ends) if sizes else [])
-    for start in range(len(whole) + 1):
-        for stop in range(start, len(whole) + 1):
-            views = parts.views(start, stop)
-            assert all(view.size for view in views)
-            assert all(np.shares_memory(view, whole) for view in views)
-            joined = [number for view in views for number in view.tolist()]
-            assert joined == whole[start:stop].tolist()
-            out = np.full(stop - start, -1)
-            parts.copy_to(out, start, stop)
-            assert out.tolist() == joined
-
-
-@pytest.mark.parametrize("scale", [None, 0, 0.5])
-def test_elements_are_combined_as_if_they_had_been_copied_before(scale):
-    whole, other = np.arange(1, 8, dtype=np.float32), np.float32(10) ** np.arange(7)
-    for scaled in range(8):
-        parts = FusedBuffer([whole[:3], whole[3:]], scale, scaled)
-        factor = 1 if scale is None else scale
-        expected = [*(whole[:scaled] * factor), *whole[scaled:]]
-        for start in range(8):
-            for stop in range(start, 8):
-                copied = np.empty(stop - start, np.float32)
-                parts.copy_to(copied, start, stop)
-                assert copied.tolist() == expected[start:stop]
-                out = np.full(stop - start, -1, np.float32)
-                parts.combine_to(out, start, stop, np.subtract, other[start:stop])
-                assert out.tolist() == (copied - other[start:stop]).tolist()
+from kerasdist.collectives.fused_buffer import BufferPool, aligned
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float64, np.longdouble])
@@ -64,17 +30,6 @@ LARGE = 1 << 18  # elements of 1 MB
 
 def address(array):
     return array.__array_interface__["data"][0]
-
-
-def test_dropped_memory_is_used_again_for_the_same_size():
-    buffers = BufferPool()
-    first = buffers.empty(LARGE, FLOAT)
-    assert (first.shape, first.dtype) == ((LARGE,), FLOAT)
-    where = address(first)
-    assert where % 4096 == 0  # TensorFlow takes it without copying
-    del first
-    assert address(buffers.empty(LARGE * 2, FLOAT)) != where
-    assert address(buffers.empty(LARGE // 2, np.dtype("float64"))) == where
 
 
 @pytest.mark.parametrize(

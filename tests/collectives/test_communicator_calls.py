@@ -25,7 +25,6 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_sequences_of_collectives(group, seed):
-    """Any sequence of any collectives, with ranks that run ahead of each other."""
     script = np.random.default_rng([6, seed])
     plan = []
     for _ in range(60):

@@ -65,14 +65,6 @@ def test_the_transport_is_chosen_by_where_the_workers_are(asked, hosts, chosen):
     use_and_close(jobs)
 
 
-def test_an_unknown_transport_is_an_error_before_anything_is_done():
-    with pytest.raises(
-        ValueError,
-        match=r"^Unknown transport\. Received: transport='nccl'; expected on",
-    ):
-        connect(cluster_on(addresses_of(2), 0), transport="nccl")
-
-
 def test_shared_memory_over_several_hosts_is_an_error_on_all():
     addresses = addresses_of(3)
     results = outcomes(

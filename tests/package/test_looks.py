@@ -17,7 +17,6 @@ MOST = {
     "benchmarks/board_cost/player.py": 4,
     "tests/callbacks/timeline/test_timeline.py": 1,
     "tests/strategies/measure/test_counters.py": 1,
-    "tests/strategies/measure/test_stages.py": 4,
 }
 MADE = re.compile(r"(?:\bdef |\bclass |\bself\.)(_[a-zA-Z]\w*)|^(_[A-Z]\w*)", re.M)
 LOOK = re.compile(

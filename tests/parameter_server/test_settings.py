@@ -26,12 +26,6 @@ def test_defaults_and_what_is_agreed_on():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mode": "fast"}, "mode='fast'; expected one of ('sync', 'async')"),
-        ({"mode": "async", "max_staleness": -1}, "max_staleness=-1; expected"),
-        ({"mode": "async", "max_staleness": True}, "max_staleness=True; expected"),
-        ({"max_staleness": 2}, "max_staleness=2 with mode='sync'"),
-        ({"snapshot_dir": "a"}, "snapshot_dir='a' with mode='sync'"),
-        ({"snapshot_seconds": 0}, "snapshot_seconds=0; expected seconds above 0"),
         ({"restart_timeout": None}, "restart_timeout=None; expected"),
         ({"snapshot_updates": 0}, "snapshot_updates=0; expected a number >= 1"),
     ],

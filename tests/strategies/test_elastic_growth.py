@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from elastic_jobs import BEGIN
@@ -65,9 +63,7 @@ print("RESULT", json.dumps([
 @pytest.mark.parametrize(
     ("start", "size"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.soak)]
 )
-def test_the_numbers_are_those_of_one_process(
-    tmp_path: Any, start: int, size: int
-) -> None:
+def test_the_numbers_are_those_of_one_process(tmp_path, start, size):
     args = [str(start), str(size), str(tmp_path)]
     with Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}) as job:
         expected, weights, _, _, rate, _ = job.succeed()[0].result

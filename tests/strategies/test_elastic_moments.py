@@ -162,8 +162,7 @@ Job = tuple[int, Sequence[Fault], dict[str, Any]]
 STEP = "on_train_batch_begin"
 
 
-def lost(rank: int, at: str = STEP, number: int = 1, **more: Any) -> Fault:
-    """Return the loss of a worker at a moment."""
+def lost(rank, at=STEP, number=1, **more):
     return Fault(rank=rank, at=at, number=number, **more)
 
 
@@ -207,8 +206,7 @@ MOMENTS: dict[str, Job] = {
 _plain: dict[str, Any] = {}
 
 
-def plain(options: dict[str, Any], folder: Path) -> Any:
-    """Return the numbers of one process without kerasdist."""
+def plain(options, folder):
     # A dataset has the same batches as the arrays.
     key = json.dumps({k: v for k, v in options.items() if k != "data"})
     if key not in _plain:
@@ -220,8 +218,7 @@ def plain(options: dict[str, Any], folder: Path) -> Any:
     return _plain[key]
 
 
-def run(job: Job, folder: Path, servers: int = 0) -> None:
-    """Run a job, and compare it with one process."""
+def run(job, folder, servers=0):
     size, faults, options = job
     env = {"OPTIONS": json.dumps(options)}
     path = folder / "numbers"
@@ -229,7 +226,7 @@ def run(job: Job, folder: Path, servers: int = 0) -> None:
     check(ours, options, folder)
 
 
-def check(ours: dict[str, Any], options: dict[str, Any], folder: Path) -> None:
+def check(ours, options, folder):
     """Each sample was used once in each epoch, and the numbers are those of one."""
     for epoch, used in enumerate(ours["used"]):
         assert used.tolist() == [epoch + 1.0] * SAMPLES, f"epoch {epoch}"
@@ -246,16 +243,16 @@ def check(ours: dict[str, Any], options: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", but_soak(["during_the_change"], MOMENTS))
-def test_lost_at_a_moment(name: str, tmp_path: Path) -> None:
+def test_lost_at_a_moment(name, tmp_path):
     run(MOMENTS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", but_soak(["dataset"], MOMENTS))
-def test_lost_at_a_moment_with_servers(name: str, tmp_path: Path) -> None:
+def test_lost_at_a_moment_with_servers(name, tmp_path):
     run(MOMENTS[name], tmp_path, servers=2)
 
 
-def test_a_lost_server_changes_no_number(tmp_path: Path) -> None:
+def test_a_lost_server_changes_no_number(tmp_path):
     path = tmp_path / "numbers"
     env = {
         "TESTS": SCRIPTS_PATH,

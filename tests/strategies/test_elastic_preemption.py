@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from elastic_jobs import BEGIN
 from soak import soak
 
-from workers import Finished, Workers
+from workers import Workers
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -128,18 +126,18 @@ os.write(1, f"RESULT {text}\\n".encode())
 class Job:
     """The script in a folder, whose next start is of the same one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.script = folder / "train.py"
         self.script.write_text(SCRIPT)
 
     def run(
         self,
-        size: int,
-        ends: dict[int | str, int] | None = None,
-        servers: int = 0,
-        **env: str | None,
-    ) -> list[Finished]:
+        size,
+        ends=None,
+        servers=0,
+        **env,
+    ):
         variables = {
             "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
             "ENDS": json.dumps(ends or {}),
@@ -153,24 +151,23 @@ class Job:
             return job.wait()
 
     @property
-    def rows(self) -> str:
+    def rows(self):
         return (self.folder / "log.csv").read_text()
 
     @property
-    def checkpoints(self) -> list[Path]:
+    def checkpoints(self):
         return list((self.folder / "checkpoints").glob("*"))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+def alone(tmp_path_factory):
     job = Job(tmp_path_factory.mktemp("alone"))
     (finished,) = job.run(1, TF_CONFIG=None)
     assert finished.returncode == 0, finished.output
     return finished.result, job.rows
 
 
-def check(finished: Finished, alone: tuple[Any, str], job: Job) -> None:
-    """The numbers are those of one process."""
+def check(finished, alone, job):
     expected, rows = alone
     assert finished.returncode == 0, finished.output
     found = finished.result
@@ -188,9 +185,7 @@ def check(finished: Finished, alone: tuple[Any, str], job: Job) -> None:
 
 
 @pytest.mark.parametrize("ends", [soak({2: 5}, id="soon"), {0: 11, 2: 17}], ids=str)
-def test_workers_leave_and_nothing_is_repeated(
-    alone: tuple[Any, str], tmp_path: Path, ends: dict[int, int]
-) -> None:
+def test_workers_leave_and_nothing_is_repeated(alone, tmp_path, ends):
     job = Job(tmp_path)
     finished = job.run(3, ends)
     codes = [-signal.SIGTERM if rank in ends else 0 for rank in range(3)]
@@ -223,8 +218,8 @@ def test_workers_leave_and_nothing_is_repeated(
     ],
 )
 def test_the_next_start_continues_in_the_midst_of_the_epoch(
-    alone: tuple[Any, str], tmp_path: Path, before: int, after: int, servers: int
-) -> None:
+    alone, tmp_path, before, after, servers
+):
     job = Job(tmp_path)
     first = job.run(before, dict.fromkeys(range(before), 13), servers)
     codes = before * [-signal.SIGTERM] + servers * [0]
@@ -254,7 +249,7 @@ def test_the_next_start_continues_in_the_midst_of_the_epoch(
     "kind",
     ["items", *map(soak, ("several", "several executions", "unknown", "generator"))],
 )
-def test_one_worker_continues_with_all_kinds_of_data(kind: str, tmp_path: Path) -> None:
+def test_one_worker_continues_with_all_kinds_of_data(kind, tmp_path):
     (tmp_path / "alone").mkdir()
     alone = Job(tmp_path / "alone")
     expected = alone.run(1, KIND=kind)[0].result
@@ -273,7 +268,7 @@ def test_one_worker_continues_with_all_kinds_of_data(kind: str, tmp_path: Path) 
     assert job.checkpoints == []
 
 
-def test_a_checkpoint_that_doesnt_fit_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_doesnt_fit_is_refused(tmp_path):
     job = Job(tmp_path)
     # Before the first step there is nothing to keep.
     (first,) = job.run(1, AT_ONCE="1")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import kerasdist
@@ -31,13 +29,7 @@ START = "KERASDIST_START_WORKERS"
         (True, 2, 2, {START: "3"}, Elasticity(2, start_workers=2)),
     ],
 )
-def test_arguments_and_environment(
-    elastic: bool | None,
-    least: int | None,
-    start: int | None,
-    environ: dict[str, str],
-    expected: Any,
-) -> None:
+def test_arguments_and_environment(elastic, least, start, environ, expected):
     assert elasticity(elastic, least, 4, environ, start_workers=start) == expected
 
 
@@ -63,9 +55,7 @@ def test_arguments_and_environment(
         (True, 2, None, {START: "x"}, ClusterError, "'x'"),
     ],
 )
-def test_bad_options(
-    elastic: Any, least: Any, start: Any, environ: dict[str, str], error: Any, text: str
-) -> None:
+def test_bad_options(elastic, least, start, environ, error, text):
     with pytest.raises(error, match=text):
         elasticity(elastic, least, 4, environ, start_workers=start)
 
@@ -91,14 +81,12 @@ TWO = {
         (SERVERS, {"cluster": TWO}, ClusterError, "--elastic -n 2 --ps 1"),
     ],
 )
-def test_what_cannot_change_is_refused(
-    create: Any, options: dict[str, Any], error: Any, text: str
-) -> None:
+def test_what_cannot_change_is_refused(create, options, error, text):
     with pytest.raises(error, match=text):
         create(elastic=True, **options)
 
 
-def test_asynchronous_servers_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_servers_refuse_it(monkeypatch):
     monkeypatch.setenv("KERASDIST_ELASTIC", "1")
     with pytest.raises(ClusterError, match=r"can't be elastic.*KERASDIST_ELASTIC='1'"):
         SERVERS(mode="async")

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,7 +83,7 @@ _plain: Numbers = {}
 
 
 @contextlib.contextmanager
-def reference(names: Sequence[str], folder: Path) -> Iterator[Callable[[], Numbers]]:
+def reference(names, folder):
     """Starts to make the numbers of one plain process; waits for them when called."""
     missing = [name for name in names if name not in _plain]
     path = folder / "plain_numbers"
@@ -97,7 +95,7 @@ def reference(names: Sequence[str], folder: Path) -> Iterator[Callable[[], Numbe
                 Workers(RUN, 1, args=args, env=env, deadline=300, handover=False)
             )
 
-        def wait() -> Numbers:
+        def wait():
             if missing:
                 job.succeed()
                 _plain.update(pickle.loads(path.read_bytes()))
@@ -165,7 +163,7 @@ FIXED_SIZES = {"stateful_rows"}
 EQUAL_PARTS = {"zipped_batches_of_two_sizes"}
 
 
-def layouts() -> list[object]:
+def layouts():
     made: list[object] = []
     for workers, devices, servers, core, *more in [
         (1, 2, 0, SUMS),

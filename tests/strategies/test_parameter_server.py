@@ -62,12 +62,6 @@ def test_wrong_arguments_are_an_error_on_every_task(
     assert threading.active_count() == before
 
 
-def test_several_workers_need_a_server(monkeypatch):
-    settings(monkeypatch, {"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
-    with pytest.raises(kerasdist.errors.ClusterError, match="but no parameter server"):
-        kerasdist.ParameterServerStrategy()
-
-
 def test_a_servers_port_in_use(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -217,18 +211,6 @@ def test_who_is_lost_is_named_by_all_others(lost, fault):
         assert server.returncode == 1, server.output
         text = "WorkerLost: Rank 0" if lost == 0 else "ServerLost: Server 1"
         assert text in server.output
-
-
-def test_a_script_that_raises_is_named_on_all_other_tasks():
-    fault = "if epoch == 3 and strategy.rank == 1: raise RuntimeError('my own mistake')"
-    with Workers(script_of(fault), 2, servers=1, deadline=90) as job:
-        first, second, server = job.wait()
-    assert first.returncode == 7, first.output
-    assert (first.result["class"], first.result["rank"]) == ("WorkerLost", 1)
-    assert "RuntimeError: my own mistake" in first.result["message"]
-    assert second.returncode == server.returncode == 1
-    assert "WorkerLost: Rank 1" in server.output
-    assert "RuntimeError: my own mistake" in server.output
 
 
 def test_a_strategy_after_one_that_an_error_closed():

@@ -16,7 +16,7 @@ from kerasdist.strategies.devices import find_devices
 MB = 10**6
 
 
-def build() -> keras.Model:
+def build():
     return keras.Sequential(
         [
             keras.Input((64,)),

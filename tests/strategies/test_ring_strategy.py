@@ -6,19 +6,16 @@ What one process does alike with parameter servers is tested with both strategie
 from __future__ import annotations
 
 import json
-import socket
 import threading
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from scripts import PRELUDE
 
 import kerasdist
-from kerasdist.errors import AddressInUseError, ClusterError, StartupError
+from kerasdist.errors import ClusterError
 from sessions import Session
-from workers import free_ports
 
 
 def settings(monkeypatch, cluster, kind="worker", index=0):
@@ -31,21 +28,6 @@ def strategy():
     made = kerasdist.RingStrategy()
     yield made
     made.close()
-
-
-def test_it_is_a_strategy(strategy):
-    assert isinstance(strategy, tf.distribute.Strategy)
-    assert not tf.distribute.has_strategy()
-    with strategy.scope():
-        assert tf.distribute.get_strategy() is strategy
-        optimizer = keras.optimizers.Adam(0.25)
-        step = tf.Variable(3, dtype=tf.int64)
-    assert strategy.num_replicas_in_sync == 1
-    (device,) = strategy.extended.worker_devices
-    assert device.endswith("/device:CPU:0")
-    # Variables are numbers, as in plain Keras.
-    assert float(optimizer.learning_rate) == 0.25
-    assert int(step) == 3
 
 
 @pytest.mark.parametrize(
@@ -75,22 +57,6 @@ def test_bad_settings_are_an_error_before_anything_exists(monkeypatch):
     with pytest.raises(ClusterError, match="TF_CONFIG"):
         kerasdist.RingStrategy()
     assert threading.active_count() == before
-
-
-def test_port_in_use(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
-        settings(monkeypatch, {"worker": [address, "127.0.0.1:1"]})
-        with pytest.raises(AddressInUseError, match=address):
-            kerasdist.RingStrategy()
-
-
-def test_a_worker_that_never_comes_is_named(monkeypatch):
-    mine, other = (f"127.0.0.1:{port}" for port in free_ports(2))
-    settings(monkeypatch, {"worker": [mine, other]})
-    with pytest.raises(StartupError, match=rf"rank 1 \({other}\)") as caught:
-        kerasdist.RingStrategy(startup_timeout=1)
-    assert "connection refused" in caught.value.missing[1]
 
 
 def test_one_worker_without_settings_equals_plain_keras():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -55,7 +54,7 @@ return charts;
 """
 
 
-def write(folder: Path) -> tuple[str, list[str]]:
+def write(folder):
     """A job of two workers with a slow rank, as the callback writes it.
 
     Returns:
@@ -99,7 +98,7 @@ def write(folder: Path) -> tuple[str, list[str]]:
     return verdict.headline, [tag for tags in numbers.values() for tag in tags]
 
 
-def lines(paths: list[str], colors: list[str]) -> set[str]:
+def lines(paths, colors):
     """The colors of a chart's lines, which have most of the 20 points in the files."""
     return {
         color
@@ -130,7 +129,7 @@ def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
     with tensorboard(logs, python) as address, chromium(tmp_path) as driver:
         driver.get(f"{address}#custom_scalars")
 
-        def ready() -> bool:
+        def ready():
             found = driver.execute_script(_CHARTS)
             return len(found) == len(expected) and all(
                 len(lines(*drawn)) >= count
@@ -147,7 +146,7 @@ def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
         driver.get("about:blank")
         driver.get(f"{address}#text")
 
-        def told() -> bool:
+        def told():
             parts = driver.execute_script(_FIND, "tf-markdown-view, .step-value-pair")
             words = "\n".join(
                 driver.execute_script(

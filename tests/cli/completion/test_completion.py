@@ -54,7 +54,6 @@ class Typist:
         os.write(self.fd, text.encode())
 
     def read_until(self, text, within=60.0):
-        """Read on until the text, and return what is before it."""
         end = time.monotonic() + within
         while text not in self.output:
             ready, _, _ = select.select([self.fd], [], [], end - time.monotonic())

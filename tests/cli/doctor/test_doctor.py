@@ -364,7 +364,6 @@ NO_DEVICES = "from kerasdist.cli import doctor; doctor.check_devices = lambda _:
 
 
 def meet(launchers, *options, **before):
-    """Return the exit code of each doctor, and what it says about hosts and peers."""
     (port,) = free_ports(1)
     options = ("--rendezvous", f"127.0.0.1:{port}", "--timeout", bound(5), *options)
     jobs = []

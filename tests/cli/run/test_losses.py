@@ -9,10 +9,8 @@ import signal
 
 import pytest
 
-from kerasdist.parameter_server.snapshots import path_of
 from launching import wait_until_said
 from pace import bound
-from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -104,36 +102,6 @@ def test_another_process_may_take_a_lost_workers_place(launcher):
     launcher.wait_for("going-1")
     wait_until_said(process, "rank 1 joined again")
     assert launcher.finish(process) == (0, "", "")
-    assert second.wait(bound(20)) == 0
-
-
-def test_a_lost_server_may_be_started_again(launcher):
-    settings = {
-        "snapshot_dir": str(launcher.folder / "snapshots"),
-        "snapshot_updates": 5,
-        "restart_timeout": 30.0,
-    }
-    process = begin(launcher, script_of(**settings))
-    (first,) = launcher.pids("pid-ps-0")
-    path = path_of(settings["snapshot_dir"], 0)
-    wait_until(path.exists, "a snapshot")
-    os.kill(first, signal.SIGKILL)
-    line = wait_until_said(process, "server 0 was lost: ")
-    assert line.endswith("; the workers wait 30 s for it to be started again\n")
-    second = by_hand(launcher, "ps", 0)
-    wait_until(
-        lambda: launcher.pids("pid-ps-0") == [second.pid], "the server's own file"
-    )
-    (worker,) = launcher.pids("pid-worker-1")
-    os.kill(worker, signal.SIGKILL)
-    wait_until_said(process, "rank 1 was lost: ")
-    (launcher.folder / "going-1").unlink()
-    third = by_hand(launcher, "worker", 1)
-    launcher.wait_for("going-1")
-    code, _, err = launcher.finish(process)
-    # The new server has no launcher to tell that the worker's place was taken.
-    assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
-    assert third.wait(bound(20)) == 0
     assert second.wait(bound(20)) == 0
 
 

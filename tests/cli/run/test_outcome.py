@@ -251,7 +251,6 @@ class Played:
         return next(each for each in self.tasks if str(each.task) == name)
 
     def happen(self, event):
-        """Play one line of a table."""
         event, *more = event.split(", ") if "ends" in event else [event]
         words = event.replace(",", "").split()
         name, environ = " ".join(words[:2]), self.outcome.environ
@@ -312,7 +311,6 @@ class Played:
         self.outcome.fails_with(task)
 
     def raises(self, task, kind):
-        """Let a task hand over the exception that ends it."""
         message = f"{kind}: gone"
         final = FinalError(
             text=f"{BROKEN.splitlines()[0]}\n{message}",

@@ -63,17 +63,6 @@ def test_the_end_of_an_output():
     assert end_of("") == ""
 
 
-def test_a_new_chief_shows_what_it_wrote_since_the_old_one_ended():
-    lines = RoleLines(None, is_chief=False)
-    assert fed(lines, b"before\nat the ", b"same time") == b""
-    assert lines.keep_all() == b""
-    assert fed(lines, b" as it ended\nafter", b"wards\nno ") == b""
-    assert lines.begin() == b"at the same time as it ended\nafterwards\n"
-    assert lines.begin() == b""
-    assert fed(lines, b"end\n") == b"no end\n"
-    assert lines.flush() == b""
-
-
 def test_the_old_chiefs_line_is_ended():
     lines = RoleLines(None, is_chief=True)
     assert fed(lines, b"\r1/10\r", b"2/10") == b"\r1/10\r"

@@ -42,7 +42,6 @@ def elsewhere(folder):
 
 
 def run(mpirun, folder, script, size, *args):
-    """Run to the end; return the code, and what all have said, by rank."""
     path = folder / "script.py"
     path.write_text(textwrap.dedent(script), encoding="utf-8")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []

@@ -84,20 +84,6 @@ def test_memory_that_nobody_reads_is_used_again(group):
     assert set(map(str, group.run(work))) == {str((1, [320_000]))}
 
 
-def test_with_all_memories_in_use_results_are_each_ranks_own(group, monkeypatch):
-    monkeypatch.setattr(shared_memory, "MOST_MEMORIES", 3)
-
-    def work(communicator):
-        kept = [
-            communicator.all_reduce([np.full(LARGE, turn, np.float32)], lend=True)[0]
-            for turn in range(6)
-        ]
-        return [float(k.min()) for k in kept], [float(k.max()) for k in kept]
-
-    expected = [group.size * turn for turn in range(6)]
-    assert group.run(work) == [(expected, expected)] * group.size
-
-
 def test_without_memory_to_lend_results_are_each_ranks_own(group, monkeypatch):
     def refuse(size):
         raise OSError("no memory")

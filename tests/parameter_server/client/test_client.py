@@ -144,32 +144,6 @@ def test_changes_that_do_not_fit_are_refused_and_nothing_was_sent(job):
     job.run(lambda client: client.tables[0].push_pull(nothing))
 
 
-def test_statistics_of_several_tables(job):
-    def work(client):
-        table = client.open_table(VARIABLES, values_of(0))
-        more = client.open_table([Variable(name="b", shape=(4,))], [np.zeros(4, "f4")])
-        for _ in range(4):
-            table.push_pull([None] * 5)
-        more.push_pull([np.ones(4, "f4")])
-        client.communicator.barrier()
-        assert (table.clock, more.clock) == (4, 1)
-        assert (more.pull().values[0] == job.size).all()
-        stats = client.stats()
-        client.communicator.barrier()
-        return table, stats
-
-    for table, stats in job.run(work):
-        assert len(stats) == table.layout.servers
-        for index, server in enumerate(stats):
-            one, _ = server["tables"]
-            assert one["bytes"] == table.layout.server_bytes()[index]
-            assert set(one["clocks"].values()) == {4}
-            counts = one["observed"].values()
-            assert [sum(c.values()) for c in counts] == [4] * job.size
-            assert [w["state"] for w in server["workers"]] == ["live"] * job.size
-            assert server["updates"] == 5 * job.size
-
-
 def test_after_close_every_call_says_so(job):
     tables = opened(job)
     for client in job.clients:

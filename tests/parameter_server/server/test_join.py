@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def come_again(job, rank):
-    """Lose a rank, and let another process come with it."""
     job.clients[rank].close(RuntimeError("preempted"))
     job.clients[rank] = job.connect(rank, join_barrier=True)
     return job.clients[rank]

@@ -96,7 +96,6 @@ def returning(monkeypatch):
 
 
 def lose_server_and_worker(job, folder):
-    """Server 0 and rank 1 of three are gone; the server is started again."""
     values = [np.zeros(3, "float32")]
     job.run(lambda c: c.open_table([Variable(name="v", shape=(3,))], values))
     wait_until(path_of(str(folder), 0).exists, "a snapshot")
@@ -107,7 +106,6 @@ def lose_server_and_worker(job, folder):
 
 
 def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returning):
-    """A server and a worker are lost at once; the worker is back first."""
     with Servers(3, snapshot_dir=str(tmp_path)) as job:
         lose_server_and_worker(job, tmp_path)
 

@@ -36,8 +36,6 @@ class Tables(ServedTables):
 
 
 class Server:
-    """A server without connections: its workers' threads call it."""
-
     def __init__(self, size, mode="async"):
         self.membership = Membership(size, mode)
         self.tables = Tables(0, ServerSettings(mode=mode), self.membership)
@@ -63,26 +61,7 @@ class Server:
         return result[0].copy(), ranks
 
     def here(self, *ranks):
-        """Waits until these have come to the meeting."""
         wait_until(lambda: self.tables.waiting >= set(ranks), f"ranks {ranks}")
-
-
-def test_a_lost_worker_is_an_event_and_its_next_process_another_one():
-    members, events = Server(3).membership, []
-    members.on_event.append(events.append)
-    worker = members.workers[1]
-    worker.clock = 7
-    assert members.lose(worker, "it was killed")
-    assert not members.lose(worker, "again")
-    assert events == [Event("lost", 1, "host1:1", 7, "it was killed")]
-    assert members.failure is None
-    assert [p.rank for p in members.live()] == [0, 2]
-    assert members.current(1, "process 1") is None
-    members.enter(WorkerRecord(1, "host1:1", "process 9", clock=3), "joined")
-    assert events[-1] == Event("joined", 1, "host1:1", 3)
-    # The old process's connection may end after the new one has come.
-    assert not members.lose(worker, "late")
-    assert members.current(1, "process 9") is members.workers[1]
 
 
 @pytest.mark.parametrize("came", [True, False])

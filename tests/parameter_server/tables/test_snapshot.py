@@ -14,7 +14,6 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.parameter_server.snapshots import (
-    SnapshotLock,
     path_of,
     read_snapshot,
     remove_snapshot,
@@ -121,22 +120,3 @@ def test_a_snapshot_is_its_owners_to_read_and_follows_nobodys_link(path, monkeyp
     write_snapshot(path, {}, ARRAYS)
     assert victim.read_text() == "precious"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_one_server_at_a_time_keeps_snapshots_at_a_path(path):
-    first = SnapshotLock(path)
-    other = SnapshotLock(path_of(str(path.parent), 4))
-    with pytest.raises(
-        errors.SnapshotError,
-        match=rf"^Another server keeps its snapshots at .*: process {os.getpid()} on ",
-    ):
-        SnapshotLock(path, 0.1)
-    first.release()
-    second = SnapshotLock(path)
-    for lock in (first, second, other):
-        lock.release()
-    assert list(path.parent.iterdir()) == []
-    # A link in its place isn't followed.
-    (path.parent / f".{path.name}.lock").symlink_to(path.parent / "elsewhere")
-    with pytest.raises(errors.SnapshotError, match="can't be written"):
-        SnapshotLock(path)

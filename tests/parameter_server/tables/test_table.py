@@ -20,7 +20,6 @@ LAYOUT = Layout(VARIABLES, 1)
 
 
 def changes(seed):
-    """A random change of the whole table, as it arrives."""
     generator = np.random.default_rng(seed)
     parts = [generator.normal(size=120_006).astype("float32"), generator.normal(size=7)]
     for rows, width, dtype in ((50, 4, "float32"), (20, 6, "float64")):

@@ -289,25 +289,3 @@ result([found, int(m.optimizer._iterations.numpy()) % 2])
     first, second = run(body)
     assert first[0] == second[0]
     assert {first[1], second[1]} == {0, 1}
-
-
-def test_files_are_the_chiefs_and_hold_the_present_weights(run, tmp_path):
-    body = """
-folder = os.environ["FOLDER"]
-mine = os.path.join(folder, str(rank))
-os.makedirs(mine)
-m = build()
-m.fit(x, y, batch_size=20, epochs=3, verbose=0, callbacks=[
-    keras.callbacks.ModelCheckpoint(mine + "/{epoch}.keras"),
-    keras.callbacks.CSVLogger(mine + "/log.csv"),
-    keras.callbacks.BackupAndRestore(mine + "/backup", save_freq=7),
-    keras.callbacks.EarlyStopping("loss", patience=5, restore_best_weights=True)])
-if rank == 0:
-    loaded = keras.models.load_model(mine + "/3.keras")
-    for a, b in zip(loaded.get_weights(), m.get_weights()):
-        np.testing.assert_array_equal(a, b)
-result(sorted(os.listdir(mine)))
-"""
-    files, none = run(body, FOLDER=str(tmp_path))
-    assert files == ["1.keras", "2.keras", "3.keras", "log.csv"]
-    assert none == []

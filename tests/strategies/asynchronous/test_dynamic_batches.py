@@ -72,13 +72,11 @@ def run():
 
 @pytest.fixture(scope="module")
 def double():
-    """Each worker has two replicas."""
     with job(DEVICES="2") as session:
         yield lambda body: session.run(body + AFTER)
 
 
 def taken(results, epoch):
-    """All workers' batches of an epoch, in the order of their numbers."""
     found = {}
     for worker in results:
         batches, numbers = worker[epoch]

@@ -4,37 +4,13 @@ from __future__ import annotations
 
 import json
 
-import ml_dtypes
-import numpy as np
 import pytest
 from soak import soak
 
 from asynchronous import DIGESTS, SETUP
-from kerasdist.strategies.asynchronous.weights import rows_that_differ
 from sessions import Session
 
 pytestmark = pytest.mark.timeout(150)
-
-# Which rows differ.
-
-
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "float64"])
-@pytest.mark.parametrize("shape", [(20_000, 7), (5,), (9, 2, 3), (4, 0), (0, 3)])
-def test_rows_that_differ(dtype, shape):
-    rng = np.random.default_rng(0)
-    base = rng.normal(size=shape).astype(dtype)
-    value = base.copy()
-    assert rows_that_differ(value, base).tolist() == []
-    if not base.size:
-        return
-    changed = sorted({0, 3, shape[0] - 1})
-    for row in changed:
-        value[row] += np.asarray(1, dtype)
-    assert rows_that_differ(value, base).tolist() == changed
-    value[3] = np.nan
-    assert rows_that_differ(value, base).tolist() == changed
-    assert rows_that_differ(value, value.copy()).tolist() == []
-
 
 BEFORE = (
     """
@@ -79,7 +55,6 @@ def job(size=2, replicas=1, staleness=None):
 
 @pytest.fixture(scope="module")
 def run():
-    """Runs a script, with some names, in the job that has such options."""
     with job() as free, job(staleness=0) as in_step, job(replicas=2) as double:
         jobs = {(2, 1, None): free, (2, 1, 0): in_step, (2, 2, None): double}
 

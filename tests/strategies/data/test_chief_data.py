@@ -341,31 +341,6 @@ result(refusal(m, lambda: m.train_on_batch(X[chosen], Y[chosen])))
         assert steps == 0
 
 
-def test_text_and_sparse_tensors_are_the_chiefs(check):
-    """For several replicas, and several steps in one execution."""
-    body = """
-scope = another(devices=["CPU:0", "CPU:1"])
-p = random_of(rank).permutation(60)
-words = np.array([f"w{i % 7} w{i}" for i in range(60)], dtype=object)[p]
-sparse = tf.sparse.from_dense(np.eye(60, dtype="float32")[p])
-y = np.arange(60, dtype="float32")[p][:, None]
-with scope():
-    text = keras.Input((), dtype="string", name="text")
-    flags = keras.Input((60,), sparse=True, name="flags")
-    hashed = keras.layers.Hashing(50)(text)
-    out = keras.layers.Embedding(50, 1, embeddings_initializer="ones")(hashed)
-    out = out + keras.layers.Dense(1, kernel_initializer="ones")(flags)
-    m = keras.Model({"text": text, "flags": flags}, out)
-    m.compile(keras.optimizers.SGD(0.01), "mse", steps_per_execution=2)
-x = {"text": words, "flags": sparse}
-h = m.fit(x, y, batch_size=20, shuffle=False, verbose=0)
-d = tf.data.Dataset.from_tensor_slices((x, y)).batch(17)
-h2 = m.fit(d, verbose=0)
-result("kinds", numbers(m, *h.history.values(), *h2.history.values()))
-"""
-    check(body)
-
-
 def test_the_argument_is_checked():
     with pytest.raises(ValueError, match="Received: data='any'"):
         kerasdist.RingStrategy(data="any")

@@ -25,30 +25,10 @@ def hashes(array):
 
 
 def alike(chief, other):
-    """Whether another worker's rows are taken for the chief's."""
     seen, sample = Seen(), sample_rows(hashes(other))
     seen.add(hashes(chief))
     repeated = max(sample.repeated, sample_rows(hashes(chief)).repeated)
     return are_alike(seen.count(sample.hashes), len(sample.hashes), repeated)
-
-
-def split(part, rows=ROWS):
-    return rows[RANDOM.permutation(len(rows))[: int(part * len(rows))]]
-
-
-@pytest.mark.parametrize("part", [1.0, 0.8, 0.5, 0.1])
-def test_random_splits_of_the_same_rows_are_alike(part):
-    assert alike(split(part), split(part))
-    some_repeat = np.concatenate([ROWS, ROWS[:100]])
-    assert alike(split(0.75, some_repeat), split(0.75, some_repeat))
-
-
-def test_shards_are_not():
-    assert not alike(ROWS[0::2], ROWS[1::2])
-    assert not alike(ROWS[:500], ROWS[500:])
-    assert not alike(ROWS[:0], ROWS)
-    # Nor if a few rows are in both.
-    assert not alike(ROWS[:500], np.concatenate([ROWS[500:], ROWS[:10]]))
 
 
 @pytest.mark.parametrize("distinct", [2, 50, 300, 2000])

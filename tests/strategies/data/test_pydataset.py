@@ -163,7 +163,6 @@ except (KeyError, kerasdist.errors.WorkerLost) as error:
 
 @pytest.fixture(scope="module")
 def job():
-    """Both workers, of which one ends badly."""
     with Workers(SCRIPT + READ + OTHERS, 2, deadline=150) as started:
         return started.wait()
 
@@ -173,7 +172,6 @@ def test_each_worker_reads_its_share_and_its_rows_of_all(job):
     whole = [list(range(6 * i, 6 * i + 6)) for i in range(7)]
 
     def steps(what):
-        """The rows of each step, in rank order."""
         parts = [seen[what] for seen in results]
         return [list(itertools.chain(*step)) for step in zip(*parts, strict=True)]
 

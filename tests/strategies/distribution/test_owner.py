@@ -54,11 +54,6 @@ def test_incomplete_arguments_are_refused(arguments):
         StrategyOwner(None).initialize(*arguments)
 
 
-def test_wrong_ones_are_refused_like_any_cluster():
-    with pytest.raises(ClusterError, match="index"):
-        StrategyOwner(None).initialize(TWO, 2, 5)
-
-
 def test_two_descriptions_must_be_the_same(monkeypatch):
     addresses = ("10.0.0.1:1234", "10.0.0.2:2345")
     monkeypatch.setenv("TF_CONFIG", config(*addresses, index=1))

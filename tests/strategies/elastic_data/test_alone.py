@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -12,19 +10,19 @@ from kerasdist.strategies.data.choice import checksum_of_batch
 from kerasdist.strategies.elastic_data import SHARED_PASS, CountedDataset
 
 
-def shuffled(context: Any = None) -> Any:
+def shuffled(context=None):
     del context
     return tf.data.Dataset.range(20).shuffle(20, seed=1).batch(3)
 
 
-def of_replicas() -> Any:
+def of_replicas():
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     return strategy.distribute_datasets_from_function(shuffled)
 
 
 @pytest.mark.parametrize("data", [shuffled, of_replicas])
 @pytest.mark.parametrize("taken", [0, 2, 6])
-def test_a_pass_continues_after_the_batches_that_were_used_up(data, taken) -> None:
+def test_a_pass_continues_after_the_batches_that_were_used_up(data, taken):
     expected = [batch.numpy().tolist() for batch in shuffled()]
     one = iter(CountedDataset(data(), SHARED_PASS))
     for _ in range(taken):
@@ -39,7 +37,7 @@ def test_a_pass_continues_after_the_batches_that_were_used_up(data, taken) -> No
     assert [np.asarray(batch).tolist() for batch in rest] == expected[taken:]
 
 
-def test_there_is_no_batch_after_the_last_one() -> None:
+def test_there_is_no_batch_after_the_last_one():
     found = iter(CountedDataset(shuffled(), SHARED_PASS))
     found.skip(7)
     assert found.next_checksum() == 0

@@ -38,7 +38,7 @@ def same(one, other):
 )
 
 
-def test_gpus_are_added_by_nccl_and_other_devices_on_the_host(monkeypatch) -> None:
+def test_gpus_are_added_by_nccl_and_other_devices_on_the_host(monkeypatch):
     assert device_ops.sums_on_devices("auto", GPUS)
     assert not device_ops.sums_on_devices("auto", GPUS[:1])
     assert not device_ops.sums_on_devices("auto", CPUS)
@@ -77,7 +77,7 @@ def test_gpus_are_added_by_nccl_and_other_devices_on_the_host(monkeypatch) -> No
 )
 def test_host_memory_is_never_silent_on_gpus(
     caplog, devices, size, asked, transport, on_devices, words
-) -> None:
+):
     with caplog.at_level(logging.INFO, "kerasdist"):
         device_ops.report(
             devices, size=size, asked=asked, transport=transport, on_devices=on_devices
@@ -91,7 +91,7 @@ def test_host_memory_is_never_silent_on_gpus(
         assert text.startswith(begin_of_it)
 
 
-def test_sums_on_devices_are_those_of_the_host() -> None:
+def test_sums_on_devices_are_those_of_the_host():
     """In graphs and eagerly; nothing listens; a replica that fails spoils nothing."""
     found = run(
         TRAIN,
@@ -152,7 +152,7 @@ def test_sums_on_devices_are_those_of_the_host() -> None:
     assert steps > 20
 
 
-def test_workers_with_different_numbers_of_replicas() -> None:
+def test_workers_with_different_numbers_of_replicas():
     """Each adds its own on its devices, and one sum crosses to the host."""
     script = TRAIN + textwrap.dedent(
         """

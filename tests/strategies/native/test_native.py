@@ -6,12 +6,11 @@ of this runs inside the test's own process.
 
 from __future__ import annotations
 
-import re
 import signal
 
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE
+from scripts import PRELUDE, long_fit
 from soak import soak
 
 import kerasdist
@@ -200,7 +199,6 @@ def train(size, *args):
     ("size", "devices", "mode"), [(2, 2, "graph"), soak(3, 1, "eager")]
 )
 def test_training_gives_the_numbers_of_the_other_transports(size, devices, mode):
-    """The same for any number of workers and devices, but for rounding."""
     native = train(size, "native", devices, mode)
     other = train(1, "auto", 1, "graph")
     for name in ("weights", "loss", "evaluated"):
@@ -211,61 +209,25 @@ def test_training_gives_the_numbers_of_the_other_transports(size, devices, mode)
         assert native["step"] == 8
 
 
-LOOP = """
-import signal, sys, time
-import numpy as np
-import keras
-import kerasdist
-
-strategy = kerasdist.RingStrategy(
-    transport="native",
-    timeout=60,
-    heartbeat_timeout=float(sys.argv[1]),
-)
-with strategy.scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(300)])
-    model.compile("sgd", "mse")
-
-class Say(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if batch == 20:
-            print("TRAINING", flush=True)
-
-x = np.zeros((400, 4), "float32")
-try:
-    model.fit(
-        x, np.zeros((400, 300), "float32"), batch_size=4, epochs=10_000, verbose=0,
-        callbacks=[Say()],
-    )
-except kerasdist.errors.CollectiveError as error:
-    said = f"RAISED {type(error).__name__} {error}".replace("\\n", " ")
-    print(said + chr(10), end="", flush=True)  # one write
-    raise SystemExit(7)
-"""
-
-
 @pytest.mark.parametrize(
     ("signum", "rank", "size"),
     [(signal.SIGKILL, 0, 2), soak(signal.SIGSTOP, 2, 3)],
 )
 def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum, size):
     # A killed one is noticed by its connections, not by its silence.
-    args = ["30" if signum == signal.SIGKILL else "3"]
-    with Workers(LOOP, size, args=args, deadline=150) as job:
+    script = long_fit(
+        "RingStrategy", heartbeat=30.0 if signum == signal.SIGKILL else 3.0
+    ).replace("timeout=40", "timeout=60, transport='native'")
+    with Workers(script, size, deadline=150) as job:
         for worker in range(size):
-            job.wait_for_line(worker, "TRAINING")
+            job.wait_for_line(worker, "training")
         job.kill(rank, signum)
-        survivors = [job.wait_one(each) for each in range(size) if each != rank]
-
-        for survivor in survivors:
-            line = re.search(r"^RAISED .*$", survivor.output, re.MULTILINE)
-            assert line, survivor.output
-            assert re.match(
-                rf"^RAISED WorkerLost Rank {rank} \(127\.0\.0\.1:\d+\) was lost at "
-                r"step [1-9]\d*: ",
-                line[0],
-            ), line[0]
-            assert survivor.returncode == 7
+        for each in set(range(size)) - {rank}:
+            survivor = job.wait_one(each)
+            assert survivor.returncode == 7, survivor.output
+            assert survivor.result["class"] == "WorkerLost"
+            assert survivor.result["rank"] == rank
+            assert survivor.result["step"] > 0
 
 
 @pytest.mark.soak

@@ -34,7 +34,7 @@ def devices_of(model):
 )
 
 
-def script(text: str) -> str:
+def script(text):
     return PRELUDE + textwrap.dedent(text)
 
 
@@ -109,8 +109,6 @@ def test_what_it_refuses_and_a_plan():
     numbers(other)
     result([
         message(ring, placement="auto"),
-        message(ring, placement=["CPU:0"]),
-        message(ring, placement={"a": "GPU:7"}),
         message(ring, placement={"a": "CPU:1"}, transport="native"),
         message(ring, micro_batches=2),
         message(ring, rematerialize=True),
@@ -129,8 +127,6 @@ def test_what_it_refuses_and_a_plan():
         assert {devices[name] for name in kernels} == {device}
     texts = [
         "ValueError: RingStrategy doesn't plan. Received: placement='auto'.",
-        "TypeError: `placement` must be a mapping from patterns",
-        "ValueError: `placement` can't be used: 'GPU:7' doesn't exist",
         "ValueError: TensorFlow's own collectives take gradients from one",
         "ValueError: Micro-batches keep the stages of a placement busy.",
         "ValueError: Rematerialization recomputes the stages of a placement.",

@@ -1,7 +1,4 @@
-"""What one device does of a placed model is measured, and leaves nothing behind.
-
-That the figures are right is a part of measure/test_stages.py.
-"""
+"""What one device does of a placed model is measured, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -79,6 +76,7 @@ def outcome(calibrated):
         "short": job_view.measure_alone(model),
         "devices": sorted({device[-5:] for device, _ in trained}),
         "report": "CPU:1" in report,
+        "idle": [0 <= idle < 1 for idle in board.figures.idle],
         "after": state() == trained,
         "variables": [id(v.value) for v in variables()] == [id(v) for v in before]}
 
@@ -97,7 +95,7 @@ def test_one_device(tmp_path):
     assert found.pop("short").startswith("a step on zeros fails: ResourceExhaustedErr")
     devices = ["CPU:0", "CPU:1"]
     kept = dict.fromkeys(["report", "after", "variables", "same"], True)
-    assert found == {"devices": devices, **kept}
+    assert found == {"devices": devices, "idle": [True, True], **kept}
     board = Board(tmp_path / "scaling")
     told = "\n".join(text(board, "events"))
     assert "One device with the whole model takes " in told

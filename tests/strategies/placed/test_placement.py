@@ -66,7 +66,6 @@ print("RESULT", json.dumps(zoo.misplaced(graphs, devices)[1]))
 
 
 def run(counts, plain_folder):
-    """What is found of each kind on so many devices; at last what is wrong of one."""
     env = {
         "TESTS": SCRIPTS_PATH,
         "PLAIN": str(plain_folder),

@@ -50,7 +50,7 @@ class Say(keras.callbacks.Callback):
 )
 
 
-def script(text: str) -> str:
+def script(text):
     return PRELUDE + textwrap.dedent(text)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kerasdist._tf.graph_clocks import RunNode
 from kerasdist.strategies.placed.report import (
-    LayerPlace,
     Move,
     Names,
     PlacementReport,
@@ -32,40 +31,6 @@ NAMES = Names(
     },
     optimizers={"adam"},
 )
-
-
-def test_operations_are_counted_by_layer_and_device():
-    call = "StatefulPartitionedCall/"
-    found = places_of(
-        [
-            node(f"{call}model_1/dense_1/MatMul"),
-            node(f"{call}{call}model_1/dense_1/inside/Relu", device="D1"),
-            node(f"{call}gradient_tape/model_1/dense_1/MatMul/MatMul_1"),
-            node(f"{call}gradient_tape/model_1/add/Sum"),
-            node(f"{call}adam/cond/Mul"),
-            node(f"{call}loss/Mul", device="D1"),
-            node("Const", "Const"),
-            node("x", "_Arg"),
-        ],
-        NAMES,
-        rows=4,
-    )
-
-    def place(layer, device, forward, backward):
-        return LayerPlace(
-            layer=layer, device=device, forward=forward, backward=backward
-        )
-
-    assert found.layers == (
-        place("model", "D0", 0, 1),
-        place("model/dense", "D0", 1, 1),
-        place("model/dense", "D1", 1, 0),
-        place("(adam)", "D0", 1, 0),
-        place("(between layers)", "D1", 1, 0),
-    )
-    assert found.devices_of("model/dense") == ["D0", "D1"]
-    assert found.moves == ()
-    assert found.bytes_moved == 0
 
 
 def test_what_is_sent_is_priced_by_the_shapes_of_the_trace():

@@ -97,7 +97,6 @@ result(found)
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process without other workers says, and what two workers say."""
     said = []
     for size in (1, 2):
         env = {"FOLDER": str(tmp_path_factory.mktemp("saved"))}
@@ -117,7 +116,6 @@ def test_gradients_are_sent_once_per_window(jobs):
 
 
 def test_open_windows_are_shared_when_they_may_be_saved(jobs):
-    """What is saved is that of one process."""
     large = [size for size in jobs[1][0]["open"] if size >= GRADIENTS]
     # 15 steps, 5 updates. Open: after two of three files, and two of three epochs.
     updates, saved, ends = 5, 2, 2

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from scripts import PRELUDE
 
-import kerasdist
-from kerasdist.strategies.reduce.gradients import in_buckets
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
@@ -123,34 +121,3 @@ def test_a_custom_loop_sends_16_bits_too(results):
     values, sent = results[0]["loop"]
     assert values == [-1.0] * 30  # a sum over the replicas
     assert sent == [["bfloat16", 30]]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit", "expected"),
-    [
-        ([], 10, []),
-        ([1, 2, 3], 10, [[2, 1, 0]]),
-        ([1, 2, 3], 3, [[2], [1, 0]]),
-        ([4, 20, 4], 8, [[2], [1], [0]]),
-        ([0, 0], 1, [[1, 0]]),
-        ([5, 5, 5, 5], 10, [[3, 2], [1, 0]]),
-    ],
-)
-def test_buckets(sizes, limit, expected):
-    assert in_buckets(sizes, limit) == expected
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ({"bucket_size": 0}, "`bucket_size` must be a positive number of bytes"),
-        ({"bucket_size": 1.5}, "Received: bucket_size=1.5"),
-        (
-            {"compression": "int8"},
-            "`compression` must be None, one of 'bf16', 'fp16', ",
-        ),
-    ],
-)
-def test_wrong_options(option, said):
-    with pytest.raises(ValueError, match=said):
-        kerasdist.RingStrategy(**option)

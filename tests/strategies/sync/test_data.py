@@ -8,7 +8,6 @@ import pytest
 from scripts import NOTING, PRELUDE
 
 import kerasdist
-from kerasdist.strategies.data.batch_split import ArrayEpochs
 from sessions import Session
 from workers import Workers
 
@@ -98,26 +97,6 @@ result([[s for s in trained if len(s) > 1], history.history["loss"],
         assert batches[: len(own)] == own
         assert steps == 2 * 8
         assert (losses, evaluated, weights) == tuple(results[0][i] for i in (1, 3, 4))
-
-
-def test_batches_without_rows_weigh_nothing(run_three):
-    """One row per batch: only one of the three workers has it."""
-    body = """
-m = noting(1e-6)
-before = m.get_weights()
-history = m.fit(x[:4] + 1, x[:4] * 0, batch_size=1, epochs=1, shuffle=False, verbose=0)
-after = m.get_weights()
-m = noting(1e-6)
-data = tf.data.Dataset.from_tensor_slices((x[:4] + 1, x[:4] * 0))
-again = m.fit(data.batch(1, drop_remainder=True), verbose=0)
-result([history.history["loss"], [w.tolist() for w in after],
-        again.history["loss"], [w.tolist() for w in m.get_weights()]])
-"""
-    results = run_three(body)
-    assert results[0] == results[1] == results[2]
-    assert results[0][:2] == results[0][2:]
-    # Rows 1, 2, 3, 4 and a kernel of 1: the mean of their squares.
-    assert abs(results[0][0][0] - 7.5) < 1e-2
 
 
 def test_a_replica_without_rows_computes_with_a_row_that_is_there(run):
@@ -210,37 +189,6 @@ m.fit(x, x, batch_size=7, epochs=1, verbose=0)
 result([list(equal), list(set(shapes))])
 """
     assert run(body) == [[[3], [None]], [[2], [None]]]
-
-
-def test_an_epoch_of_arrays_makes_one_iterator(monkeypatch):
-    """Without a thread that tunes: who gives up an iterator would wait for that."""
-    made, skipped, datasets = [], [], []
-    for name, noted in (("__iter__", made), ("skip_epoch", skipped)):
-        real = getattr(ArrayEpochs, name)
-        monkeypatch.setattr(
-            *(ArrayEpochs, name),
-            lambda self, real=real, noted=noted: noted.append(self) or real(self),
-        )
-    x = np.zeros((6, 1), "float32")
-    with kerasdist.RingStrategy() as strategy:
-        real = strategy.extended.distribute_parts
-        monkeypatch.setattr(
-            *(strategy.extended, "distribute_parts"),
-            lambda dataset: datasets.append(dataset) or real(dataset),
-        )
-        with strategy.scope():
-            model = keras.Sequential([keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
-        model.fit(x, x, batch_size=4, epochs=3, verbose=0)
-        training = len(made)
-        model.fit(x, x, batch_size=4, epochs=2, steps_per_epoch=1, verbose=0)
-    # One more reads the rows from which the model is built.
-    assert training == 4
-    # Those that Keras would have made, too, count for the orders of the later ones.
-    assert len(skipped) == 3
-    assert len(made) - training == 2
-    assert datasets
-    assert all(each.options().autotune.enabled is False for each in datasets)
 
 
 def test_parts_for_gpus_take_another_way_with_the_same_numbers():

@@ -12,7 +12,6 @@ from kerasdist.transport.liveness.failure_protocol import EndedTaskList, EndedTa
 from kerasdist.transport.liveness.launcher_pipe import (
     REPORT_VARIABLE,
     LauncherPipe,
-    Members,
     Notice,
     Report,
     Reporter,
@@ -144,18 +143,6 @@ def test_what_servers_say_is_one_short_line(pipe):
     assert lost.reason.strip("\N{SNOWMAN}") == "" != lost.reason
     assert failed.reason == "CollectiveMismatch: Ranks differ."
     assert gave_up == Notice(server=3, kind="gave_up")
-
-
-def test_all_members_report_the_same_line(pipe):
-    for rank in (1, 3):
-        Reporter("a.1", rank, pipe.environ).members(2, [3, 1], step=120, pause=0.5)
-    first, second = sent(pipe)
-    assert first == second
-    members = decode(first)
-    assert members == Members(
-        job="a.1", epoch=2, ranks=(3, 1), size=2, step=120, pause=0.5
-    )
-    assert members.complete
 
 
 def test_a_long_list_of_members_is_cut_after_the_chief(pipe):

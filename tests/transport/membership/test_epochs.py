@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import json
 import tracemalloc
 import typing
@@ -29,7 +28,6 @@ from kerasdist.collectives.elastic.epochs import (
     decode,
     encode,
     first_decision,
-    is_quorum,
     next_decision,
 )
 from kerasdist.errors import ProtocolError
@@ -37,23 +35,6 @@ from kerasdist.transport.framing import MAX_CONTROL
 
 A, B, C, D, E = (Member(n) for n in range(5))
 ALL = (A, B, C, D, E)
-
-
-def subsets(members):
-    for count in range(len(members) + 1):
-        yield from map(frozenset, itertools.combinations(members, count))
-
-
-@pytest.mark.parametrize("size", range(1, 6))
-def test_two_quorums_share_a_member_unless_one_of_them_is_dead(size):
-    members = ALL[:size]
-    # What another one decided that didn't know of these deaths, or was before them.
-    earlier = [one for one in subsets(members) if is_quorum(one, members, ())]
-    for dead in subsets(members):
-        known = [one for one in subsets(members) if is_quorum(one, members, dead)]
-        for one, other in itertools.product(known, earlier):
-            assert one & other or other <= dead
-        assert set(members) - dead in known
 
 
 def decide(reports, *, epoch=None, joiners=(), dead=(), min_workers=1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import re
 import select
 import socket
@@ -63,29 +62,6 @@ def test_all_know_all():
     # Who leaves at once disturbs nobody.
     sessions[1].close()
     close_all(sessions)
-
-
-def test_sessions_one_after_the_other_and_several_at_once():
-    addresses = addresses_of(3)
-    for _ in range(3):
-        close_all(in_threads(3, lambda r: join(addresses, r)))
-    open_at_once = [in_threads(3, lambda r: join(addresses, r)) for _ in range(3)]
-
-    def work(rank):
-        # Kept open: who hangs up before it's answered has never come.
-        kept = []
-        for sessions in reversed(open_at_once):
-            mine, deadline = sessions[rank], Deadline(60)
-            if rank == 0:
-                kept.append(mine.answer("data", 1, deadline))
-            elif rank == 1:
-                kept.append(mine.dial("data", 0, deadline))
-        return kept
-
-    for sock in itertools.chain(*in_threads(3, work)):
-        sock.close()
-    for sessions in open_at_once:
-        close_all(sessions)
 
 
 def test_a_start_that_failed_can_be_tried_again():

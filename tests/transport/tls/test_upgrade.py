@@ -33,7 +33,6 @@ from kerasdist.transport.handshake import authenticate_as_client
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.tls import (
-    TlsSocket,
     accept_tls,
     binding_of,
     connect_tls,
@@ -83,21 +82,6 @@ def dial(address, seconds=20.0):
     return retry(
         lambda: dial_tcp(address, SECRET, HELLO, deadline), deadline, 1, address, stop
     )
-
-
-def test_a_connection_is_encrypted_and_authentic(authority, use):
-    use(authority.issue("one"))
-    with listening() as listener:
-        use(authority.issue("two"))
-        with dial(listener.address) as mine:
-            ((_, taken, hello),) = listener.pending.take_any("s", "p", 60.0)
-            with taken:
-                assert hello["rank"] == 1
-                assert type(mine.sock) is type(taken.sock) is TlsSocket
-                assert mine.sock.version() == taken.sock.version() == "TLSv1.3"
-                # Addresses change: the certificate names neither.
-                assert mine.sock.getpeercert()["subject"][0][0][1] == "one"
-                assert taken.sock.getpeercert()["subject"][0][0][1] == "two"
 
 
 class Between(socketserver.ThreadingTCPServer):
@@ -235,8 +219,8 @@ def test_a_renewed_certificate_is_used_by_the_next_connection(authority, use):
         with pytest.raises(errors.AuthenticationError, match=r"has expired"):
             dial(listener.address)
         authority.issue("one")
-        with dial(listener.address):
-            pass
+        with dial(listener.address) as mine:
+            assert mine.sock.version() == "TLSv1.3"
 
 
 def test_other_certificates_in_the_same_process_are_an_error(authority, use):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
-from typing import Any
 
 import pytest
 from ssh import SshHosts
 
 from kerasdist.cli.run.hosts.find_gpus import find_gpus
 from kerasdist.cli.run.job_spec import divide, divisions_in_words
-from launching import Launcher
 from pace import bound
 
 pytestmark = pytest.mark.timeout(90)
@@ -29,24 +26,23 @@ mark(f"{{kind}}-{{rank}}-{{incarnation}}", json.dumps(found))
 
 
 @pytest.fixture
-def launcher(launcher: Launcher) -> Launcher:
+def launcher(launcher):
     del launcher.env["CUDA_VISIBLE_DEVICES"]
     return launcher
 
 
-def driver(folder: Path, text: str) -> dict[str, str]:
-    """Put a program in the driver's place, which runs this."""
+def driver(folder, text):
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
-def shown(launcher: Launcher, *names: str) -> list[Any]:
+def shown(launcher, *names):
     return [json.loads(text) for text in launcher.wait_for(*names)]
 
 
-def test_gpus_that_cannot_be_listed_are_warned_of(launcher: Launcher) -> None:
+def test_gpus_that_cannot_be_listed_are_warned_of(launcher):
     launcher.env |= driver(launcher.folder, "echo no driver; exit 9")
     code, _, err = launcher.run("-n", 2, "script.py", script="print(rank)")
     assert code == 0
@@ -56,7 +52,7 @@ def test_gpus_that_cannot_be_listed_are_warned_of(launcher: Launcher) -> None:
     assert "this host can't list its GPUs: nvidia-smi -L has ended with 9" in err
 
 
-def test_workers_share_the_gpus_and_know_their_ranks(launcher: Launcher) -> None:
+def test_workers_share_the_gpus_and_know_their_ranks(launcher):
     """Servers have none; ranks of an outer launcher aren't those of this job.
 
     The GPUs are divided among the workers to which the job may grow, and one that is
@@ -86,7 +82,7 @@ def test_workers_share_the_gpus_and_know_their_ranks(launcher: Launcher) -> None
 
 
 @pytest.mark.skipif(_NO_SSH is not None, reason=str(_NO_SSH))
-def test_each_host_divides_its_own(launcher: Launcher) -> None:
+def test_each_host_divides_its_own(launcher):
     launcher.env["CUDA_VISIBLE_DEVICES"] = "7"
     folder = launcher.folder / "there"
     folder.mkdir()
@@ -134,7 +130,7 @@ GPU 1: Tesla V100-PCIE-16GB (UUID: GPU-aaaa1111-1111-2222-3333-444455556666)
 """
 
 
-def test_the_variable_of_an_outer_launcher_decides(tmp_path: Path) -> None:
+def test_the_variable_of_an_outer_launcher_decides(tmp_path):
     """As CUDA reads it, and without a question to the driver."""
     environ = driver(tmp_path, "exit 3")
     for given, names in {
@@ -148,7 +144,7 @@ def test_the_variable_of_an_outer_launcher_decides(tmp_path: Path) -> None:
         assert find_gpus({**environ, "CUDA_VISIBLE_DEVICES": given}) == (names, "")
 
 
-def test_the_driver_lists_gpus_and_their_parts(tmp_path: Path) -> None:
+def test_the_driver_lists_gpus_and_their_parts(tmp_path):
     assert find_gpus({"PATH": str(tmp_path)}) == ([], "")
     found = find_gpus(driver(tmp_path, f"[ $1 = -L ] && cat <<'END'\n{LISTED}END"))
     assert found[0] == [
@@ -164,35 +160,14 @@ def test_the_driver_lists_gpus_and_their_parts(tmp_path: Path) -> None:
 NAMES = [f"GPU-{i}" for i in range(8)]
 
 
-def sizes(option: str, gpus: int, workers: int) -> list[int]:
-    faults: list[str] = []
-    shares = divide(option, NAMES[:gpus], workers, faults).shares
-    assert not faults
-    assert shares is not None
-    given = [name for share in shares for name in share]
-    assert given == NAMES[: len(given)]
-    return [len(share) for share in shares]
-
-
-def test_shares_are_disjoint_and_nearly_equal() -> None:
-    assert sizes("auto", 8, 4) == [2, 2, 2, 2]
-    assert sizes("auto", 3, 2) == [1, 2]
-    assert sizes("2", 8, 3) == [2, 2, 2]
-    assert sizes("none", 4, 2) == [0, 0]
-    assert sizes("0", 4, 2) == [0, 0]
-    division = divide("auto", NAMES[:3], 2, [])
-    assert division.environ(1) == {"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2"}
-    assert division.environ(None) == {"CUDA_VISIBLE_DEVICES": "-1"}  # a server
-
-
-def test_without_gpus_or_with_all_nothing_is_set() -> None:
+def test_without_gpus_or_with_all_nothing_is_set():
     for option, names in (("auto", []), ("all", NAMES)):
         division = divide(option, names, 2, [])
         assert division.environ(0) == division.environ(None) == {}
         assert not divisions_in_words([division])
 
 
-def test_a_worker_gets_one_part_of_a_gpu() -> None:
+def test_a_worker_gets_one_part_of_a_gpu():
     """CUDA gives a process only one."""
     parts = [f"MIG-{i}" for i in range(4)]
     division = divide("auto", parts, 2, [])
@@ -206,7 +181,7 @@ def test_a_worker_gets_one_part_of_a_gpu() -> None:
     ]
 
 
-def test_equal_hosts_are_said_together() -> None:
+def test_equal_hosts_are_said_together():
     given = [("a", 4, 2), ("b", 4, 2), ("c", 1, 1), ("d", 0, 2), ("e", 3, 2)]
     divisions = [divide("auto", NAMES[:n], each, [], host) for host, n, each in given]
     assert divisions_in_words(divisions) == (

@@ -9,14 +9,13 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from ssh import SshHosts
 
-from launching import HANG, PRELUDE, Launcher
+from launching import HANG, PRELUDE
 from pace import bound
 from waiting import wait_until
 
@@ -29,7 +28,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[SshHosts]:
+def hosts():
     with SshHosts(3) as made:
         for host, name in enumerate(made.names):
             subprocess.run(
@@ -44,17 +43,16 @@ def hosts() -> Iterator[SshHosts]:
 
 
 @pytest.fixture(autouse=True)
-def _on_the_first(hosts: SshHosts, launcher: Launcher) -> None:
+def _on_the_first(hosts, launcher):
     launcher.prefix = hosts.prefix(0)
 
 
-def arguments(hosts: SshHosts, *slots: int, first: int = 1) -> list[str]:
-    """Return the options for hosts from `first` on, which have so many slots."""
+def arguments(hosts, *slots, first=1):
     named = [f"{hosts.address(first + i)}:{each}" for i, each in enumerate(slots)]
     return ["-H", ",".join(named), "--ssh", hosts.ssh]
 
 
-def test_workers_run_on_their_hosts(hosts: SshHosts, launcher: Launcher) -> None:
+def test_workers_run_on_their_hosts(hosts, launcher):
     """In the same folder; the secret is on no command line; the output is as usual."""
     script = """
     address = config["cluster"]["worker"][rank].rpartition(":")[0]
@@ -87,7 +85,7 @@ def test_workers_run_on_their_hosts(hosts: SshHosts, launcher: Launcher) -> None
         assert text == f'[true, "{launcher.folder}", 0]'
 
 
-def test_a_lost_connection(hosts: SshHosts, launcher: Launcher) -> None:
+def test_a_lost_connection(hosts, launcher):
     job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=HANG, quick=True)
     launcher.wait_for("up-0", "up-1")
     _session_of(hosts.address(2), job.pid).kill()
@@ -98,7 +96,7 @@ def test_a_lost_connection(hosts: SshHosts, launcher: Launcher) -> None:
     launcher.nothing_runs()
 
 
-def _session_of(address: str, launcher: int) -> psutil.Process:
+def _session_of(address, launcher):
     """Return the `ssh` through which a task runs, not the one that holds its ports."""
     (found,) = (
         process
@@ -109,7 +107,7 @@ def _session_of(address: str, launcher: int) -> psutil.Process:
     return found
 
 
-def test_ctrl_c_reaches_the_scripts(hosts: SshHosts, launcher: Launcher) -> None:
+def test_ctrl_c_reaches_the_scripts(hosts, launcher):
     """Twice it ends at once those that don't want to end."""
     script = """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -135,7 +133,7 @@ def test_ctrl_c_reaches_the_scripts(hosts: SshHosts, launcher: Launcher) -> None
     launcher.nothing_runs()
 
 
-def test_a_killed_launcher_leaves_nothing(hosts: SshHosts, launcher: Launcher) -> None:
+def test_a_killed_launcher_leaves_nothing(hosts, launcher):
     script = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)\n' + HANG
     job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=script)
     launcher.wait_for("up-0", "up-1")
@@ -144,14 +142,14 @@ def test_a_killed_launcher_leaves_nothing(hosts: SshHosts, launcher: Launcher) -
     launcher.nothing_runs()
 
 
-def _other_python(launcher: Launcher) -> str:
+def _other_python(launcher):
     path = launcher.folder / "python"
     path.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     path.chmod(0o755)
     return str(path)
 
 
-def test_hosts_that_cannot_be_used(hosts: SshHosts, launcher: Launcher) -> None:
+def test_hosts_that_cannot_be_used(hosts, launcher):
     names = (hosts.address(1), "no-such-host.invalid")
     options = ("-H", ",".join(names), "--ssh", hosts.ssh)
     code, out, err = launcher.run(
@@ -168,7 +166,7 @@ def test_hosts_that_cannot_be_used(hosts: SshHosts, launcher: Launcher) -> None:
 NO_DEVICES = "from kerasdist.cli import doctor; doctor.check_devices = lambda _: []"
 
 
-def doctor(launcher: Launcher, *options: str) -> tuple[int, list[dict[str, str]]]:
+def doctor(launcher, *options):
     launcher.verb = "doctor"
     code, out, err = launcher.run(*options, "--json", before=NO_DEVICES)
     assert "Traceback" not in err
@@ -178,7 +176,7 @@ def doctor(launcher: Launcher, *options: str) -> tuple[int, list[dict[str, str]]
     return code, [*found["hosts"], *found["ports"]]
 
 
-def test_the_doctor_asks_the_hosts(hosts: SshHosts, launcher: Launcher) -> None:
+def test_the_doctor_asks_the_hosts(hosts, launcher):
     """As the launcher does; and each tries to reach the others."""
     code, found = doctor(launcher, *arguments(hosts, 1, 1, 1, first=0))
     assert code == 0, found
@@ -192,9 +190,7 @@ def test_the_doctor_asks_the_hosts(hosts: SshHosts, launcher: Launcher) -> None:
     launcher.nothing_runs()
 
 
-def test_the_doctor_names_hosts_that_do_not_fit(
-    hosts: SshHosts, launcher: Launcher
-) -> None:
+def test_the_doctor_names_hosts_that_do_not_fit(hosts, launcher):
     first, second = hosts.address(1), hosts.address(2)
     (launcher.folder / "hosts.txt").write_text(f"{first}\n{second}\n10.77.0.200\n")
     options = ("--hostfile", "hosts.txt", "--timeout", "1")
@@ -219,7 +215,7 @@ def test_the_doctor_names_hosts_that_do_not_fit(
     launcher.nothing_runs()
 
 
-def test_many_tasks_of_one_host(hosts: SshHosts, launcher: Launcher) -> None:
+def test_many_tasks_of_one_host(hosts, launcher):
     """More than sshd allows by one connection, without a word of ssh's about it."""
     code, _, err = launcher.run(
         *arguments(hosts, 12), "script.py", script='mark(f"rank-{rank}")'
@@ -230,7 +226,7 @@ def test_many_tasks_of_one_host(hosts: SshHosts, launcher: Launcher) -> None:
 
 
 @pytest.mark.soak
-def test_a_cut_network(hosts: SshHosts, launcher: Launcher) -> None:
+def test_a_cut_network(hosts, launcher):
     """Both sides notice it: nothing goes on on the host that is cut off."""
     job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=HANG)
     _, pid = launcher.pids("up-0", "up-1")
@@ -255,7 +251,7 @@ job.communicator.barrier()
 """
 
 
-def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None:
+def test_the_commands_of_the_readme(hosts, launcher):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = text.split("## Several machines")[1].split("bash\n")[1].split("```")[0]
     shown = [shlex.split(line) for line in block.splitlines()]
@@ -271,7 +267,7 @@ def test_the_commands_of_the_readme(hosts: SshHosts, launcher: Launcher) -> None
     assert found == ["['tcp', 3.0]"] * 2
 
 
-def test_a_lost_worker_of_an_elastic_job(hosts: SshHosts, launcher: Launcher) -> None:
+def test_a_lost_worker_of_an_elastic_job(hosts, launcher):
     script = """
     mark(f"up-{rank}-" + os.environ["KERASDIST_INCARNATION"], os.getpid())
     address = config["cluster"]["worker"][rank].rpartition(":")[0]
@@ -312,7 +308,7 @@ print("results", found == right)
 """
 
 
-def test_a_function_runs_on_hosts(hosts: SshHosts, launcher: Launcher) -> None:
+def test_a_function_runs_on_hosts(hosts, launcher):
     """The function and its results travel through ssh; no file is shared for them."""
     (launcher.folder / "script.py").write_text(FUNCTION)
     addresses = f"{hosts.address(0)} {hosts.address(1)}"

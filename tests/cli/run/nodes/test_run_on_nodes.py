@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from hosts import Hosts
 from kerasdist import cli
 from kerasdist.cli.run import command
-from kerasdist.cli.run.nodes import LocalPart, meeting
+from kerasdist.cli.run.nodes import meeting
 from kerasdist.cli.run.options import NodeOptions
 from kerasdist.transport import log
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
-from launching import Launcher, wait_until_said
+from launching import wait_until_said
 from pace import bound
 from workers import free_ports
 
@@ -28,7 +25,7 @@ SECRET = b"secret" * 8
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
+def hosts():
     if (why_not := Hosts.available()) is not None:
         pytest.skip(why_not)
     with Hosts(3) as made:
@@ -36,18 +33,18 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def launchers(hosts: Hosts, launchers: list[Launcher]) -> list[Launcher]:
+def launchers(hosts, launchers):
     for host, launcher in enumerate(launchers):
         launcher.prefix = hosts.prefix(host)
     return launchers
 
 
-def nodes(hosts: Hosts, count: int, rank: int | None = None) -> list[str]:
+def nodes(hosts, count, rank=None):
     options = ["--nnodes", str(count), "--rendezvous", f"{hosts.address(0)}:29400"]
     return options if rank is None else [*options, "--node-rank", str(rank)]
 
 
-def ends(jobs: list[Any]) -> list[tuple[int, str, str]]:
+def ends(jobs):
     return [
         (job.returncode, *output)
         for job, output in [(job, job.communicate(timeout=bound(90))) for job in jobs]
@@ -108,7 +105,7 @@ SELDOM = f"{SOON}; from kerasdist.cli.run import nodes; nodes.AGAIN_SECONDS = 60
 def test_launchers_say_for_whom_they_wait(hosts, launchers):
     """Before all are here, one is killed and started again: it takes its place."""
 
-    def start(host: int, before: str = SOON) -> subprocess.Popen[str]:
+    def start(host, before=SOON):
         options = (*("-n", 1, *nodes(hosts, 3, host)), "script.py")
         return launchers[host].start(*options, script=SHOW, before=before)
 
@@ -128,11 +125,11 @@ def test_launchers_say_for_whom_they_wait(hosts, launchers):
     assert [code for code, _, _ in ends(jobs)] == [0, 0, 0]
 
 
-def options_at(rendezvous: str, count: int) -> NodeOptions:
+def options_at(rendezvous, count):
     return NodeOptions(count=count, rank=0, rendezvous=rendezvous, seconds=60)
 
 
-def test_an_error_of_the_block_is_unchanged() -> None:
+def test_an_error_of_the_block_is_unchanged():
     options = options_at(f"127.0.0.1:{free_ports(1)[0]}", 1)
     with pytest.raises(PermissionError), meeting(options, 1, 0, SECRET):
         raise PermissionError("a folder")
@@ -145,7 +142,7 @@ def test_an_error_of_the_block_is_unchanged() -> None:
         ("192.0.2.1", "rendezvous at 192"),  # isn't an own address
     ],
 )
-def test_a_job_that_does_not_start(tmp_path, monkeypatch, said, host, words) -> None:
+def test_a_job_that_does_not_start(tmp_path, monkeypatch, said, host, words):
     (tmp_path / "script.py").touch()
     monkeypatch.setenv("KERASDIST_SECRET", SECRET.decode())
     monkeypatch.delattr(command, "run_supervised")
@@ -156,16 +153,16 @@ def test_a_job_that_does_not_start(tmp_path, monkeypatch, said, host, words) -> 
     assert words in said()[-1]
 
 
-def test_who_does_not_fit_is_refused_with_the_reason() -> None:
+def test_who_does_not_fit_is_refused_with_the_reason():
     """Also one that holds the secret: its addresses go into all tasks' TF_CONFIG."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
     deadline = Deadline(bound(60))
 
-    def meet() -> LocalPart:
+    def meet():
         with meeting(options_at(address, 2), 1, 0, SECRET) as part:
             return part
 
-    def ask(**changed: Any) -> dict[str, Any]:
+    def ask(**changed):
         tasks = {"worker": ["h:1"], "ps": []}
         hello = {"session": "kerasdist run", "purpose": "node", "rank": 1}
         hello |= {"count": 2, "tasks": tasks, **changed}

@@ -25,8 +25,6 @@ SECRET = b"s" * 16
 
 
 class Lines:
-    """Messengers of ranks in this process, closed after the test."""
-
     def __init__(self, size, undo):
         self.addresses = dict(enumerate(addresses_of(size)))
         self._undo = undo

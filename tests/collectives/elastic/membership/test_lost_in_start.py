@@ -47,7 +47,6 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def start(folder, size, *at, **options):
-    """Workers, some of which send themselves a signal at a moment."""
     options = {"turns": 10, "folder": str(folder), "at": at, **options}
     return elastic_members.start(
         size, before=MOMENTS_OF_START, handover=False, **options
