@@ -9,7 +9,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from cases.training import Numbers, Scope, case, data, mlp
+from cases.training import (
+    CROSSENTROPY,
+    Numbers,
+    Scope,
+    case,
+    chain,
+    compiled_in,
+    data,
+    mlp,
+    numbers_of,
+)
 
 _Step = Callable[[Any, Any, Any], Any]
 
@@ -188,16 +198,16 @@ def _train(
     **more: Any,
 ) -> Numbers:
     x, y = data(26)
-    keras.utils.set_random_seed(1)
-    with scope():
+
+    def called() -> Any:
         model = build()
         model(x[:1])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer(), loss, **more)
+        return model
+
+    model = compiled_in(scope, called, optimizer, **CROSSENTROPY, **more)
     # The rows of the last batch are divided unequally.
-    history = model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
-    logs = {f"log {name}": values for name, values in history.items()}
-    return {**logs, **{f"weight {i}": w for i, w in enumerate(model.get_weights())}}
+    fit = {"batch_size": 9, "epochs": 2, "shuffle": False, "verbose": 0}
+    return numbers_of(model, model.fit(x, y, **fit))
 
 
 def _all_of(scope: Scope, steps: dict[str, _Step], **more: Any) -> Numbers:
@@ -286,23 +296,23 @@ def upstream_gradients(scope: Scope) -> Numbers:
         return x, lambda upstream: tf.clip_by_value(upstream, -0.02, 0.02)
 
     def build() -> Any:
-        inputs = keras.Input((5,))
-        x = keras.layers.Lambda(limited)(keras.layers.Dense(4)(inputs))
-        return keras.Model(inputs, keras.layers.Dense(3)(x))
+        lambda_layer = keras.layers.Lambda(limited)
+        return chain((5,), keras.layers.Dense(4), lambda_layer, keras.layers.Dense(3))
 
     found = _train(scope, build, lambda: keras.optimizers.SGD(0.5))
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         x = np.full((40, 2), 1e-3, "float32")
-        with scope():
-            model = keras.Sequential(
-                [keras.Input((2,)), keras.layers.Dense(1, use_bias=False)]
-            )
-            optimizer = keras.optimizers.LossScaleOptimizer(
+        model = compiled_in(
+            scope,
+            lambda: chain((2,), keras.layers.Dense(1, use_bias=False)),
+            lambda: keras.optimizers.LossScaleOptimizer(
                 keras.optimizers.SGD(0.0), initial_scale=2.0**13, dynamic_growth_steps=1
-            )
-            model.compile(optimizer, "mse")
+            ),
+            "mse",
+        )
         model.fit(x, x[:, :1] * 9e3, batch_size=8, shuffle=False, verbose=0)
+        optimizer = model.optimizer
         found["loss scale"] = optimizer.dynamic_scale.numpy()
         found["updates"] = optimizer.inner_optimizer.iterations.numpy()
     finally:

@@ -12,8 +12,6 @@ from scripts import PRELUDE
 
 from workers import Workers
 
-__all__ = ["BEFORE", "DIGESTS", "OPTIMIZERS", "SCRIPT", "SETUP", "job", "run"]
-
 # Each keeps something of its own, or changes what is sent.
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),

@@ -10,8 +10,6 @@ from typing import Any
 from sessions import Session
 from workers import Workers
 
-__all__ = ["CLASSIFIER", "TWO_LAYERS", "begin", "run", "running"]
-
 _BEGIN = """
 import contextlib, json, os, re, signal, sys, tempfile, time
 import numpy as np

@@ -18,8 +18,6 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_extended import ElasticData
 
-__all__ = ["ElasticDouble"]
-
 
 class ElasticDouble:
     """The changes of membership of one strategy.

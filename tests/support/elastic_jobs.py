@@ -16,8 +16,6 @@ from moments import Fault, dumps
 from places import SCRIPTS_PATH
 from workers import Workers
 
-__all__ = ["BEGIN", "differences", "fail_on", "lossy_job"]
-
 # What scripts of elastic jobs begin with: their data, and a model for these.
 BEGIN = """
 import json, os, signal, sys, time
@@ -73,16 +71,6 @@ def lossy_job(
     The script writes a pickled dictionary of arrays to `f"{sys.argv[1]}{rank}"`, where
     `rank` is the one at the start. All survivors' numbers must be the same bits, and
     the lost ones must not have written any.
-
-    Args:
-        script: The script; it installs `moments`.
-        size: How many workers.
-        faults: The signals; each rank that is named must be lost.
-        path: Where the script writes.
-        args: More arguments of the script.
-        env: Environment variables on top.
-        deadline: Seconds until the job must have ended.
-        servers: How many parameter servers; the script must use `STRATEGY` then.
     """
     lost = {fault.rank: fault.signum for fault in faults}
     survivors = [rank for rank in range(size) if rank not in lost]

@@ -35,26 +35,6 @@ from pace import bound
 from waiting import wait_until
 from workers import free_ports
 
-__all__ = [
-    "KINDS",
-    "LAYOUTS",
-    "Group",
-    "Ranks",
-    "addresses_of",
-    "close_all",
-    "cluster_on",
-    "connect_all",
-    "connections",
-    "each_kind",
-    "in_threads",
-    "join",
-    "nothing_stays_open",
-    "open_sockets",
-    "outcomes",
-    "socket_mesh",
-    "socket_ring",
-]
-
 # On which host each rank is, for groups of workers on several hosts.
 LAYOUTS = ("aa", "ab", "aab", "abb", "abab", "abc", "abcab")
 # One or two of each implementation, with an odd and an even number of ranks.
@@ -121,11 +101,7 @@ def outcomes(
 def connections(
     pair: Sequence[socket.socket] | None = None,
 ) -> tuple[Connection, Connection]:
-    """Both ends of a connection, as after a handshake.
-
-    Args:
-        pair: Two connected sockets; by default new Unix ones.
-    """
+    """Both ends of a connection, as after a handshake."""
     first, second = socket.socketpair() if pair is None else pair
     one, other = os.urandom(32), os.urandom(32)
     return (
@@ -267,14 +243,7 @@ class Ranks(Closing):
 
 
 class Group(Ranks):
-    """Communicators of one group, by rank. Use it in a `with` statement.
-
-    Args:
-        kind: One of `KINDS`'s, or a layout: each rank's host as a letter.
-        size: Number of ranks.
-        timeout: Seconds that a collective may take.
-        heartbeat: Seconds of silence after which a rank is lost, if connected.
-    """
+    """Communicators of one group, by rank. Use it in a `with` statement."""
 
     def __init__(
         self,

@@ -30,8 +30,6 @@ import psutil
 from closing import Closing
 from pace import bound
 
-__all__ = ["Hosts"]
-
 _numbers = itertools.count()
 
 

@@ -25,16 +25,6 @@ from pace import bound
 from waiting import wait_until
 from workers import TAG, kill_tagged, python_env
 
-__all__ = [
-    "HANG",
-    "PRELUDE",
-    "Launcher",
-    "Terminal",
-    "launcher_in",
-    "terminals_of",
-    "wait_until_said",
-]
-
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -101,15 +91,7 @@ class Launcher:
         return [*self.prefix, sys.executable, *begin, self.verb, *map(str, args)]
 
     def start(self, *args, script=None, quick=False, before="", **more):
-        """Start it.
-
-        Args:
-            args: What follows `kerasdist run`.
-            script: Makes `script.py` of it.
-            quick: Whether it ends tasks ten times as soon.
-            before: What the launcher's process runs first, on one line.
-            more: For `subprocess.Popen`.
-        """
+        """Start it."""
         more = {"stdin": subprocess.DEVNULL, "start_new_session": True, **more}
         process = subprocess.Popen(
             self.command(*args, script=script, quick=quick, before=before),

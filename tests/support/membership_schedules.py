@@ -1,14 +1,13 @@
-"""Schedules of what happens to workers that agree on epochs: drawn, shrunk, or all.
+"""Schedules of what happens to workers that agree on epochs: drawn, or all.
 
 A schedule is a list of operations of a `World`. `run` draws one from a seed, and
-`World.settle`s; `shrink` finds a part of it that fails as well; `explore` does all that
-may happen, in each order.
+`World.settle`s; `explore` does all that may happen, in each order.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kerasdist.collectives.elastic.consensus import PaxosParticipant
 from membership_world import Operation, Violation, World, clone
@@ -141,9 +140,10 @@ def run(
         before: Operations that are done first: they lead to a rare state.
 
     Raises:
-        Violation: With the seed and the shortest schedule found that shows it.
+        Violation: With the seed and the schedule.
     """
-    world, apart, done = _start(seed, sizes, machine)
+    world, apart = _start(seed, sizes, machine)
+    size, done = len(world.processes), []
     chance = random.Random(f"{seed} schedule")
     try:
         for operation in before:
@@ -154,56 +154,23 @@ def run(
             world.do(operation)
         return world, world.settle(apart)
     except Violation as violation:
-        shorter = shrink(done, lambda part: replay(seed, part, sizes, machine))
-        lines = "\n".join(" ".join(map(str, each)) for each in shorter)
-        size = len(_start(seed, sizes, machine)[0].processes)
+        lines = "\n".join(" ".join(map(str, each)) for each in done)
         raise Violation(
-            f"{violation}\nseed {seed!r}, {size} workers, apart at last {apart}, "
-            f"{len(done)} operations, of these suffice:\n{lines}"
+            f"{violation}\nseed {seed!r}, {size} workers, at last apart {apart}:\n"
+            f"{lines}"
         ) from None
 
 
 def _start(
     seed: int | str, sizes: tuple[int, ...], machine: type[PaxosParticipant]
-) -> tuple[World, set[int], list[Operation]]:
+) -> tuple[World, set[int]]:
     chance = random.Random(f"{seed} start")
     size = chance.choice(sizes)
     min_workers = 2 if chance.random() < 0.1 else 1
     apart: set[int] = set()
     if chance.random() < 0.5:
         apart = {n for n in range(size) if chance.random() < 0.35}
-    return World(size, min_workers=min_workers, machine=machine), apart, []
-
-
-def replay(
-    seed: int | str,
-    operations: list[Operation],
-    sizes: tuple[int, ...] = SIZES,
-    machine: type[PaxosParticipant] = PaxosParticipant,
-) -> bool:
-    """Return whether the operations, instead of the seed's own, violate something."""
-    world, apart, _ = _start(seed, sizes, machine)
-    try:
-        for operation in operations:
-            world.do(operation)
-        world.settle(apart)
-    except Violation:
-        return True
-    return False
-
-
-def shrink(
-    operations: list[Operation], fails: Callable[[list[Operation]], bool]
-) -> list[Operation]:
-    """Leave out operations, one at a time, as long as the rest still fails."""
-    end = len(operations)
-    while end:
-        end -= 1
-        part = operations[:end] + operations[end + 1 :]
-        if fails(part):
-            operations = part
-            end = min(end, len(operations))
-    return operations
+    return World(size, min_workers=min_workers, machine=machine), apart
 
 
 def explore(

@@ -24,8 +24,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Fault", "Moments", "dumps", "happen", "install"]
-
 _CALLBACKS = (
     "on_train_begin",
     "on_train_end",
@@ -72,12 +70,7 @@ def dumps(faults: Sequence[Fault]) -> str:
 
 
 class Moments:
-    """The moments of this process, and its faults.
-
-    Args:
-        faults: Those of all workers.
-        rank: This worker's rank.
-    """
+    """The moments of this process, and its faults."""
 
     def __init__(self, faults: Sequence[Fault], rank: int) -> None:
         self._waiting = [fault for fault in faults if fault.rank == rank]

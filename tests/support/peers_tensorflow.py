@@ -18,7 +18,6 @@ import os
 import sys
 import unittest
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import strategy_test_lib
@@ -233,19 +232,6 @@ class Contract(tf.test.TestCase):
         with pytest.raises(ValueError, match="non-DistributedValues"):
             strategy.reduce(SUM, tf.constant(3.0), axis=None)
 
-    def _test_partial_batches(self, strategy, run_in_function=False):
-        data = strategy.experimental_distribute_dataset(
-            tf.data.Dataset.range(7).batch(4)
-        )
-
-        def step(batch):
-            return strategy.reduce(
-                SUM, strategy.run(lambda x: x, args=(batch,)), axis=0
-            )
-
-        step = tf.function(step) if run_in_function else step
-        self.assertAllEqual([step(batch) for batch in data], [0 + 1 + 2 + 3, 4 + 5 + 6])
-
     def _test_batches_in_a_function(self, strategy):
         data = strategy.experimental_distribute_dataset(
             tf.data.Dataset.range(8).batch(2)
@@ -273,28 +259,6 @@ class Contract(tf.test.TestCase):
 
         self.assertAllEqual([total(batch) for batch in data], [[4, 6]] * 2)
 
-    def _test_datasets_per_replica(self, strategy):
-        data = strategy.distribute_datasets_from_function(
-            lambda ctx: tf.data.Dataset.range(6).batch(
-                ctx.get_per_replica_batch_size(4)
-            ),
-            tf.distribute.InputOptions(experimental_fetch_to_device=False),
-        )
-        seen = [strategy.experimental_local_results(batch) for batch in data]
-        self.assertAllEqual(seen[0], [[0, 1], [2, 3]])
-        self.assertAllEqual(seen[1][0], [4, 5])
-
-    def _test_dataset_of_arrays(self, strategy):
-        x = np.arange(12).reshape(6, 2)
-        with strategy.scope():
-            data = strategy.extended.experimental_make_numpy_dataset((x, x[:, 0]))
-        batches = strategy.make_dataset_iterator(data.batch(4, drop_remainder=True))
-        a, b = strategy.experimental_run(lambda batch: batch, batches)
-        self.assertAllEqual(tf.concat(strategy.experimental_local_results(a), 0), x[:4])
-        self.assertAllEqual(
-            tf.concat(strategy.experimental_local_results(b), 0), x[:4, 0]
-        )
-
     def _test_run_with_options(self, strategy):
         made = strategy.run(
             tf.function(lambda x: x + 1),
@@ -304,14 +268,6 @@ class Contract(tf.test.TestCase):
             ),
         )
         self.assertAllEqual(strategy.experimental_local_results(made), [2, 2])
-
-    def _test_local_results(self, strategy):
-        assert strategy.experimental_local_results(3) == (3,)
-        value = self._differing(strategy, "a", "b")
-        assert strategy.experimental_local_results(value) == ("a", "b")
-        with strategy.scope():
-            variable = tf.Variable(1.0)
-        assert len(strategy.experimental_local_results(variable)) == 2
 
     def _test_variable_written_in_replicas(self, strategy, run_in_function=False):
         kinds = {
@@ -366,36 +322,6 @@ class Contract(tf.test.TestCase):
         )
         for local in strategy.experimental_local_results(variable):
             self.assertAllEqual(local, 3)
-
-    def _test_merge_call(self, strategy, run_in_function=False):
-        def merge(strategy, x):
-            return strategy.reduce(SUM, x, axis=None)
-
-        def replica():
-            ctx = tf.distribute.get_replica_context()
-            return ctx.merge_call(merge, args=(ctx.replica_id_in_sync_group + 1,))
-
-        # One object on all replicas, hence one result.
-        self.assertAllEqual(self._run(strategy, replica, graph=run_in_function), [3])
-
-    def _test_values_that_do_not_regroup(self, strategy):
-        def replica():
-            ctx = tf.distribute.get_replica_context()
-            return [1] * int(tf.get_static_value(ctx.replica_id_in_sync_group))
-
-        with pytest.raises(AssertionError):
-            strategy.run(replica)
-
-    def _test_creators_of_variables(self, strategy):
-        seen = []
-
-        def creator(next_creator, **kwargs):
-            seen.append(kwargs.get("name"))
-            return next_creator(**kwargs)
-
-        with strategy.scope(), tf.variable_creator_scope(creator):
-            tf.Variable(1.0, name="one")
-        assert seen == ["one"]
 
     def _test_checkpoint(self, strategy):
         path = os.path.join(self.get_temp_dir(), "checkpoint")

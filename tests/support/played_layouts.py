@@ -26,8 +26,6 @@ from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_extended import ElasticData
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 
-__all__ = ["Played", "changes_at", "one_process", "take_all"]
-
 Membership = str | Sequence[str]
 
 
@@ -68,13 +66,7 @@ class _Elastic(SynchronousExtended):
 
 
 class Played:
-    """A strategy whose rank, and whose other workers, are changed by the test.
-
-    Args:
-        local: The number of this worker's replicas.
-        elastic: Whether data are divided for workers that may change.
-        options: Of the strategy.
-    """
+    """A strategy whose rank, and whose other workers, are changed by the test."""
 
     def __init__(self, local: int = 1, *, elastic: bool = True, **options: Any) -> None:
         self.job = _Job()

@@ -24,20 +24,12 @@ from closing import Closing
 from kerasdist.collectives import Communicator, Job
 from places import TESTS
 
-__all__ = ["ProcessGroup", "run_contract"]
-
 # What looks into the other ranks' memory; `_check_barrier` is in its place.
 _DESELECTED = ("test_nobody_leaves_a_barrier_before_all_have_come",)
 
 
 class ProcessGroup(Closing):
-    """This process's rank of a group; stands in for `groups.Group`.
-
-    Args:
-        job: This rank's.
-        exchange: Gives every rank's bytes to every rank, by another way than the
-            one that is tested.
-    """
+    """This process's rank of a group; stands in for `groups.Group`."""
 
     def __init__(self, job: Job, exchange: Callable[[bytes], list[bytes]]) -> None:
         self._job = job

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NOTING", "PRELUDE", "long_fit"]
-
 PRELUDE = """
 import contextlib, hashlib, json, os, signal, sys, time
 from pathlib import Path

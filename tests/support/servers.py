@@ -22,8 +22,6 @@ from kerasdist.parameter_server import (
 from kerasdist.transport import Timeouts
 from workers import Workers
 
-__all__ = ["KINDS", "ServerProcesses", "Servers", "server_place", "worker_place"]
-
 # What connects workers and servers: the contract tests run on all of them.
 KINDS = ("tcp", "shared_memory", "memory")
 SECONDS = Timeouts(startup=60, collective=60, heartbeat=30)
@@ -53,16 +51,7 @@ def server_place(workers: Any, servers: Any, index: int) -> Cluster:
 
 
 class Servers(Ranks):
-    """A job: servers and workers, each in threads. Use it in a `with` statement.
-
-    Args:
-        workers: Number of workers.
-        servers: Number of servers.
-        kind: One of `KINDS`; "memory" for one worker and no server of its own.
-        timeouts: Of all tasks.
-        connected: Whether the workers connect at once.
-        settings: Arguments of `ServerSettings`.
-    """
+    """A job: servers and workers, each in threads. Use it in a `with` statement."""
 
     members = property(lambda self: self.clients)
 
@@ -205,16 +194,7 @@ except errors.KerasDistError as error:
 
 
 class ServerProcesses(Workers):
-    """Worker and server processes; ranks from `workers` on are the servers.
-
-    Args:
-        work: Source of a function `work(client, table)`.
-        workers: Number of workers.
-        servers: Number of servers.
-        timeouts: Arguments of `Timeouts`.
-        transport: Of the workers.
-        settings: Arguments of `ServerSettings`.
-    """
+    """Worker and server processes; ranks from `workers` on are the servers."""
 
     def __init__(
         self,

@@ -22,8 +22,6 @@ from typing import Any
 
 from workers import Workers
 
-__all__ = ["Session"]
-
 # The workers' own: the names of scripts are made anew.
 _LOOP = """
 def _run_all():
@@ -98,12 +96,7 @@ class Session:
         )
 
     def run(self, body: str, **env: str) -> list[Any]:
-        """What each worker has printed as `RESULT <json>`, the one thing.
-
-        Args:
-            body: The script.
-            env: Variables that it finds in `os.environ`.
-        """
+        """What each worker has printed as `RESULT <json>`, the one thing."""
         return [finished.result for finished in self.finish(body, **env)]
 
     def finish(self, body: str, **env: str) -> list[Any]:

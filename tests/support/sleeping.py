@@ -5,8 +5,6 @@ A script imports `time`, `tf` and `layers` of Keras before.
 
 from __future__ import annotations
 
-__all__ = ["SLEEPING"]
-
 SLEEPING = """
 def sleep(seconds, tensor, stateful=False):
     def call(value):

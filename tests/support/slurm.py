@@ -24,8 +24,6 @@ from hosts import Hosts
 from pace import bound
 from waiting import wait_until
 
-__all__ = ["Slurm"]
-
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _PROGRAMS = "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol"
 _CONFIGURATION = """
@@ -61,10 +59,6 @@ class Slurm(Hosts):
     """Nodes `node1`, `node2`, ..., of 16 cores each, and a controller.
 
     On exit, also after a failure, every daemon and job is killed.
-
-    Args:
-        nodes: How many nodes.
-        folder: Of configuration, logs and spool; all hosts see it.
     """
 
     def __init__(self, nodes: int, folder: Path) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["but_soak", "soak"]
-
 
 def soak(*values: Any, id: str | None = None) -> Any:
     """A set of parameters for `make soak` alone."""

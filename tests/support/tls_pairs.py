@@ -19,8 +19,6 @@ from kerasdist.transport.tls import (
     wrap_dialed,
 )
 
-__all__ = ["tcp_pair", "tls_pair"]
-
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     """Two connected TCP sockets."""
@@ -45,11 +43,7 @@ def _credentials() -> Credentials:
 
 
 def tls_pair(pair: Any = None) -> tuple[socket.socket, socket.socket]:
-    """The two ends of a TLS connection: of the side that dialed, and the other.
-
-    Args:
-        pair: Connected TCP sockets; by default new ones.
-    """
+    """The two ends of a TLS connection: of the side that dialed, and the other."""
     one, other = pair or tcp_pair()
     ends = (wrap_dialed(one, _credentials()), wrap_accepted(other, _credentials()))
     in_threads(

@@ -35,8 +35,6 @@ from typing import IO, Any
 
 from pace import bound
 
-__all__ = ["Forked", "WarmProcesses", "imports_tensorflow"]
-
 _PR_GET_CHILD_SUBREAPER = 37
 # Each takes 3 s of CPU to begin with, and 250 MB as long as the tests run, in each of
 # the processes that run tests. Two are the fewest of which ranks can differ.
@@ -60,11 +58,7 @@ def imports_tensorflow(script: str) -> bool:
 
 
 class Forked:
-    """A worker that was forked; to be used like a `subprocess.Popen`.
-
-    Args:
-        pid: The process id of a child of this process.
-    """
+    """A worker that was forked; to be used like a `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -81,11 +75,7 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Waits until it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: after `timeout` seconds.
-        """
+        """Waits until it has ended."""
         if self.poll() is None:
             select.select([self._pidfd], [], [], timeout)
         code = self.poll()
@@ -100,15 +90,7 @@ class Forked:
 
 
 class WarmProcesses:
-    """Warm processes for even and odd ranks, started when they are asked for.
-
-    Args:
-        tag: The name of the variable that holds a job's tag.
-        env: Makes the environment that they are started with.
-
-    Attributes:
-        why_cold: Why there can be none; None if there can be, as far as is known.
-    """
+    """Warm processes for even and odd ranks, started when they are asked for."""
 
     def __init__(self, tag: str, env: Callable[[], Mapping[str, str]]) -> None:
         self.tag = tag

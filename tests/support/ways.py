@@ -8,8 +8,6 @@ import os
 import re
 import sys
 
-__all__ = ["find", "names_on", "track"]
-
 
 def names_on(page):
     """Return the names at the begin of a page's numbered items."""

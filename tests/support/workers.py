@@ -46,17 +46,6 @@ import pytest
 from pace import bound
 from warm import Forked, WarmProcesses, imports_tensorflow
 
-__all__ = [
-    "FULL_STDERR",
-    "WARM",
-    "Finished",
-    "Workers",
-    "free_ports",
-    "kill_tagged",
-    "output_of",
-    "python_env",
-]
-
 TAG = "KERASDIST_TEST_JOB"
 # For scripts: standard error becomes a pipe that is full, and that nobody reads.
 FULL_STDERR = """
@@ -97,13 +86,7 @@ _STACKS_SECONDS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A worker that has ended.
-
-    Attributes:
-        rank: Its rank.
-        returncode: As `subprocess` gives it: negative for a signal.
-        output: Its standard output and error, as they came.
-    """
+    """A worker that has ended."""
 
     rank: int
     returncode: int
@@ -208,13 +191,7 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def output_of(*command: str | Path, within: float = 150.0, **extra: str) -> str:
-    """The standard output of a command, which must succeed, with `python_env(extra)`.
-
-    Args:
-        command: The program and its arguments.
-        within: Seconds that it may take, see `bound`.
-        extra: Variables.
-    """
+    """The output of a command, which must succeed, with `python_env(extra)`."""
     done = subprocess.run(
         command,
         env=python_env(extra),
@@ -242,13 +219,6 @@ def kill_tagged(value: str, *, timeout: float = 10.0) -> list[str]:
 
     Children of this process aren't reaped: who started them asks for their
     return codes.
-
-    Args:
-        value: The tag of the job.
-        timeout: How long to wait for the killed to be gone, in seconds.
-
-    Returns:
-        A description of each process that was killed.
     """
     killed: dict[int, str] = {}
     deadline = time.monotonic() + timeout
@@ -443,9 +413,6 @@ class Workers:
         """Waits until every worker has ended.
 
         Fails the test with every worker's output if that takes too long.
-
-        Args:
-            deadline: Seconds from now; the job's deadline if that is earlier.
         """
         end = self._end
         if deadline is not None:
@@ -482,9 +449,6 @@ class Workers:
 
         Fails the test with every worker's output if the worker ends before, or
         at the job's deadline.
-
-        Returns:
-            The line, without its end.
         """
         while True:
             # In this order: what an ended process wrote is all there.
