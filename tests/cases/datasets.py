@@ -176,15 +176,15 @@ def kinds_of_evaluate_and_predict(scope: Scope) -> Numbers:
 LENGTH = 5
 
 
-class Lookups(keras.layers.Layer):
+class Lookups(layers.Layer):
     """Tables that are looked up by the batch's tokens, by constants, and by both."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.words = keras.layers.Embedding(30, 4)
-        self.positions = keras.layers.Embedding(LENGTH, 4)
-        self.distances = keras.layers.Embedding(LENGTH, 4)
-        self.kinds = keras.layers.Embedding(2 * LENGTH, 4)
+        self.words = layers.Embedding(30, 4)
+        self.positions = layers.Embedding(LENGTH, 4)
+        self.distances = layers.Embedding(LENGTH, 4)
+        self.kinds = layers.Embedding(2 * LENGTH, 4)
 
     def call(self, x: Any) -> Any:
         rows, length = ops.shape(x)
@@ -207,7 +207,7 @@ class Lookups(keras.layers.Layer):
 def lookups() -> keras.Model:
     inputs = keras.Input((None,), dtype="int64")
     hidden = ops.tanh(Lookups()(inputs))
-    return keras.Model(inputs, keras.layers.Dense(3)(ops.mean(hidden, 1)))
+    return keras.Model(inputs, layers.Dense(3)(ops.mean(hidden, 1)))
 
 
 def sentences(rows: int) -> tuple[Any, Any]:
@@ -269,8 +269,7 @@ slices_case("rmsprop", lambda: keras.optimizers.RMSprop(0.05, global_clipnorm=0.
 slices_case("adagrad", lambda: keras.optimizers.Adagrad(0.1))
 slices_case("momentum", lambda: keras.optimizers.SGD(0.1, momentum=0.9))
 slices_case(
-    "accumulation",
-    lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2),
+    "accumulation", lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2)
 )
 slices_case(
     "loss_scale",
@@ -289,7 +288,7 @@ def slices_of_sparse_input(scope: Scope) -> Numbers:
     y = rng.integers(0, 3, 21)
     model = compiled_in(
         scope,
-        lambda: chain((12,), keras.layers.Dense(3), sparse=True),
+        lambda: chain((12,), layers.Dense(3), sparse=True),
         lambda: keras.optimizers.Adam(0.05, clipnorm=0.1),
         **CROSSENTROPY,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from cases.training import (
     CROSSENTROPY,
@@ -25,15 +26,13 @@ _Step = Callable[[Any, Any, Any], Any]
 
 
 class Stepped(keras.Model):
-    """Trains by a function of the model and a batch, which returns logs."""
-
     def __init__(self, step: _Step, tokens: bool = False) -> None:
         super().__init__()
         self.step = step
-        self.first = keras.layers.Dense(6, activation="tanh")
-        self.table = keras.layers.Embedding(9, 5) if tokens else None
-        self.norm = keras.layers.BatchNormalization(synchronized=True)
-        self.second = keras.layers.Dense(3)
+        self.first = layers.Dense(6, activation="tanh")
+        self.table = layers.Embedding(9, 5) if tokens else None
+        self.norm = layers.BatchNormalization(synchronized=True)
+        self.second = layers.Dense(3)
 
     def call(self, x: Any, training: bool = False) -> Any:
         if self.table is not None:
@@ -46,7 +45,6 @@ class Stepped(keras.Model):
 
 
 def _taken(model: Any, x: Any, y: Any) -> Any:
-    """Return the weights, their gradients and the loss."""
     with tf.GradientTape() as tape:
         loss = model.compute_loss(x, y, model(x, training=True))
     weights = model.trainable_variables
@@ -192,10 +190,7 @@ STEPS: dict[str, _Step] = {
 
 
 def _train(
-    scope: Scope,
-    build: Callable[[], Any],
-    optimizer: Callable[[], Any],
-    **more: Any,
+    scope: Scope, build: Callable[[], Any], optimizer: Callable[[], Any], **more: Any
 ) -> Numbers:
     x, y = data(26)
 
@@ -296,8 +291,8 @@ def upstream_gradients(scope: Scope) -> Numbers:
         return x, lambda upstream: tf.clip_by_value(upstream, -0.02, 0.02)
 
     def build() -> Any:
-        lambda_layer = keras.layers.Lambda(limited)
-        return chain((5,), keras.layers.Dense(4), lambda_layer, keras.layers.Dense(3))
+        lambda_layer = layers.Lambda(limited)
+        return chain((5,), layers.Dense(4), lambda_layer, layers.Dense(3))
 
     found = _train(scope, build, lambda: keras.optimizers.SGD(0.5))
     keras.mixed_precision.set_global_policy("mixed_float16")
@@ -305,7 +300,7 @@ def upstream_gradients(scope: Scope) -> Numbers:
         x = np.full((40, 2), 1e-3, "float32")
         model = compiled_in(
             scope,
-            lambda: chain((2,), keras.layers.Dense(1, use_bias=False)),
+            lambda: chain((2,), layers.Dense(1, use_bias=False)),
             lambda: keras.optimizers.LossScaleOptimizer(
                 keras.optimizers.SGD(0.0), initial_scale=2.0**13, dynamic_growth_steps=1
             ),

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from cases.training import (
     CASES,
@@ -192,13 +193,13 @@ def made_and_compiled_outside(scope: Scope) -> Numbers:
     """Transfer learning: a base that was built before, frozen, compiled again."""
     x, y = data()
     keras.utils.set_random_seed(1)
-    base = chain((5,), keras.layers.Dense(7, activation="tanh"))
+    base = chain((5,), layers.Dense(7, activation="tanh"))
     base.predict(x, verbose=0)  # what was traced must see the weights of later on
     base.trainable = False
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     accuracy = keras.metrics.SparseCategoricalAccuracy()
     with scope():
-        model = keras.Sequential([base, keras.layers.Dense(3)])
+        model = keras.Sequential([base, layers.Dense(3)])
     model.compile(optimizer, **CROSSENTROPY, metrics=[accuracy])
     first = numbers_of(model, model.fit(x, y, **FIT))
     base.trainable = True
@@ -221,7 +222,7 @@ def metrics_of_a_train_step_made_outside(scope: Scope) -> Numbers:
     class Own(keras.Model):
         def __init__(self) -> None:
             super().__init__()
-            self.dense = keras.layers.Dense(3)
+            self.dense = layers.Dense(3)
 
         def call(self, inputs: Any) -> Any:
             return self.dense(inputs)

@@ -85,8 +85,6 @@ def slow() -> dict[str, Any]:
 
 @case
 def number_per_row(scope: Scope) -> Numbers:
-    """Keras sums what `add_loss` is given, and a tape what it differentiates."""
-
     class Own(keras.Model):
         def train_step(self, batch: Any) -> Any:
             x, y = batch

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
 from cases.training import (
     CROSSENTROPY,
@@ -23,7 +24,6 @@ K = keras.ops
 
 
 def _same(y: Any) -> Any:
-    """Which pairs of rows have the same label; y: 0 or 1."""
     return K.cast(K.equal(y, K.transpose(y)), "float32")
 
 
@@ -34,12 +34,6 @@ def _distances(p: Any) -> Any:
 def contrastive(y: Any, p: Any) -> Any:
     pairs, near = _distances(p), _same(y)
     return K.mean(near * pairs + (1 - near) * K.square(K.relu(1 - pairs)))
-
-
-def triplet(y: Any, p: Any) -> Any:
-    pairs, near = _distances(p), _same(y)
-    hardest = K.max(near * pairs, 1) - K.min(pairs + 9 * near, 1)
-    return K.mean(K.relu(hardest + 0.5))
 
 
 def in_batch_softmax(y: Any, p: Any) -> Any:
@@ -56,20 +50,6 @@ def pearson(y: Any, p: Any) -> Any:
 
 def dice(y: Any, p: Any) -> Any:
     return 1 - (2 * K.sum(y * p) + 1) / (K.sum(y) + K.sum(p) + 1)
-
-
-def listwise(y: Any, p: Any) -> Any:
-    return -K.sum(K.softmax(y, 0) * K.log(K.softmax(p, 0)))
-
-
-def auc(y: Any, p: Any) -> Any:
-    above = K.sigmoid(4 * (p - K.transpose(p)))
-    pairs = y * K.transpose(1 - y)
-    return 1 - K.sum(pairs * above) / (K.sum(pairs) + 1e-6)
-
-
-def centred(y: Any, p: Any) -> Any:
-    return K.square((y - K.mean(y, 0)) - (p - K.mean(p, 0)))
 
 
 def standardized(y: Any, p: Any) -> Any:
@@ -110,8 +90,8 @@ def in_numpy(y: Any, p: Any) -> Any:
 
 
 FUNCTIONS = [
-    *(contrastive, triplet, in_batch_softmax, pearson, dice, listwise, auc, centred),
-    *(standardized, cox, normalized_focal, largest, median, root, by_share, in_numpy),
+    *(contrastive, in_batch_softmax, pearson, dice, standardized, cox, largest),
+    *(normalized_focal, median, root, by_share, in_numpy),
 ]
 
 
@@ -168,9 +148,9 @@ def _trained(scope: Scope, functions: list[Any], **more: Any) -> Numbers:
     keras.utils.set_random_seed(1)
     with scope():
         inputs = keras.Input((5,))
-        features = keras.layers.Dense(4, activation="tanh")(inputs)
+        features = layers.Dense(4, activation="tanh")(inputs)
         outputs = {
-            function.__name__: keras.layers.Dense(
+            function.__name__: layers.Dense(
                 1, activation="sigmoid", name=function.__name__
             )(features)
             for function in functions
@@ -220,7 +200,7 @@ def functions_that_mix_rows_in_eager_steps(scope: Scope) -> Numbers:
     return _trained(scope, [pearson, dice, root, by_share], run_eagerly=True)
 
 
-class Kept(keras.layers.Layer):
+class Kept(layers.Layer):
     """Counts rows and steps, and keeps extremes, a codebook's sums and a histogram."""
 
     def build(self, shape: Any) -> None:
@@ -263,7 +243,7 @@ def state_of_layers(scope: Scope) -> Numbers:
     x, y = data(24)
 
     def build() -> keras.Model:
-        return chain((5,), keras.layers.Dense(4), Kept(), keras.layers.Dense(3))
+        return chain((5,), layers.Dense(4), Kept(), layers.Dense(3))
 
     model = compiled_in(scope, build, **CROSSENTROPY)
     found: Numbers = {}

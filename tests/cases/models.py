@@ -48,11 +48,7 @@ class Custom(keras.Model):
         return loss
 
     def train_step(self, batch: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(batch, training=True)
-        weights = self.trainable_variables
-        gradients = tape.gradient(loss, weights)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        descend(self, lambda: self.loss_of(batch, training=True))
         return {m.name: m.result() for m in self.metrics}
 
     def test_step(self, batch: Any) -> Any:
@@ -179,8 +175,6 @@ def synchronized_batch_normalization(scope: Scope) -> Numbers:
 
 
 class Around(keras.Model):
-    """A layer behind another one, or behind a model."""
-
     def __init__(self, inner: Any, last: Any) -> None:
         super().__init__()
         self.inner, self.last = inner, last
@@ -204,13 +198,10 @@ ROWS = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0}
 
 
 def unbuilt(*parts: Any) -> keras.Model:
-    """A model that is built by its first call."""
     return keras.Sequential([*parts])
 
 
 class Tracked(keras.Model):
-    """With a metric of its own loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tracker = keras.metrics.Mean(name="loss")
@@ -243,11 +234,7 @@ class Autoencoder(keras.Model):
         return self.compute_loss(y=x, y_pred=y_pred) + 0.1 * spread
 
     def train_step(self, data: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = self.loss_of(data, True)
-        weights = self.trainable_weights
-        gradients = tape.gradient(loss, weights)
-        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        descend(self, lambda: self.loss_of(data, True))
         return {metric.name: metric.result() for metric in self.metrics}
 
     def test_step(self, data: Any) -> Any:

@@ -65,7 +65,6 @@ def descend(model: Any, loss_of: Callable[[], Any], optimizer: Any = None) -> An
 
 
 def numbers_of(model: Any, history: Any = None, **more: Any) -> Numbers:
-    """The weights, the logs of a training, and more."""
     logs = history.history if history else {}
     return {
         **{f"weight {i}": w for i, w in enumerate(model.get_weights())},

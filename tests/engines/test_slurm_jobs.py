@@ -23,8 +23,6 @@ WEIGHTS = re.compile(r"^rank (\d) of (\d): weights (\w{16})$", re.M)
 
 
 class Cluster:
-    """A `Slurm`, and a folder for the next job."""
-
     def __init__(self, slurm: Slurm, folder: Path) -> None:
         self.slurm = slurm
         self.output = folder / "output.txt"
@@ -63,7 +61,6 @@ def cluster(slurm: Slurm, tmp_path: Path) -> Cluster:
 
 
 def weights_of(output: str, size: int) -> str:
-    """The digest of the weights, the same on all workers of the last start."""
     found = WEIGHTS.findall(output)[-size:]
     assert {(rank, of) for rank, of, _ in found} == {
         (str(rank), str(size)) for rank in range(size)

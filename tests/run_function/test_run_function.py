@@ -26,7 +26,6 @@ import pytest
 import kerasdist
 from kerasdist import errors
 from kerasdist.run_function.launcher import (
-    RemoteError,
     read_error,
     read_result,
     write_error,
@@ -345,19 +344,6 @@ def test_a_value_and_its_absence(file: IO[bytes]) -> None:
     assert read_result(file) == ({"a": [1, 2]},)
     file.truncate(file.seek(0, 2) - 1)
     assert read_result(file) is None
-
-
-def test_an_error_that_cannot_be_pickled(file: IO[bytes]) -> None:
-    try:
-        raise LookupError("made", threading.Lock())
-    except LookupError as error:
-        write_error(file.fileno(), "call", error)
-    found = read_result(file)
-    assert isinstance(found, RemoteError)
-    assert found == read_error(file)
-    assert found.message.startswith("LookupError: ('made', <unlocked")
-    assert 'raise LookupError("made", threading.Lock())' in found.traceback
-    assert found.exception() is None
 
 
 def test_an_error_after_the_disk_was_full(file: IO[bytes]) -> None:

@@ -44,7 +44,6 @@ def need(reason: str | None, remedy: str) -> None:
 
 
 def need_browser() -> None:
-    """Skip the test if there's no browser."""
     need(browser_missing(), "Debian, Ubuntu: chromium, chromium-driver")
 
 
@@ -92,7 +91,6 @@ def tensorboard(folder: Path, python: str = sys.executable) -> Iterator[str]:
 
 @contextlib.contextmanager
 def chromium(folder: Path) -> Iterator[Any]:
-    """A real Chromium without a window."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
@@ -122,7 +120,6 @@ def chromium(folder: Path) -> Iterator[Any]:
 
 
 def wait_for(what: str, look: Callable[[], Any]) -> Any:
-    """What `look` finds, as soon as it finds something."""
     end = time.monotonic() + bound(_SHOWN)
     while True:
         found = look()

@@ -14,8 +14,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 @dataclasses.dataclass(kw_only=True)
 class Authority:
-    """A CA, which writes certificates to a folder."""
-
     folder: Path
     name: str = "ca"
 

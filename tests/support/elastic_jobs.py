@@ -12,18 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from moments import Fault, dumps
+from scripts import PRELUDE
 
 from places import SCRIPTS_PATH
 from workers import Workers
 
 # What scripts of elastic jobs begin with: their data, and a model for these.
-BEGIN = """
-import json, os, signal, sys, time
-import numpy as np
-import keras
-import tensorflow as tf
-import kerasdist
-
+BEGIN = (
+    PRELUDE
+    + """
 alone = "TF_CONFIG" not in os.environ
 me = 0 if alone else int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 random = np.random.default_rng(0)
@@ -50,6 +47,7 @@ def whole(model):
     return np.concatenate([w.numpy().ravel() for w in model.weights]).tolist()
 
 """
+)
 
 # Of a process that was frozen: seconds until it ends, once it runs again.
 _END = 30.0
@@ -118,7 +116,6 @@ def lossy_job(
 
 
 def differences(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Return what differs between numbers by more than rounding."""
     if ours.keys() != expected.keys():
         return [f"{sorted(ours)} instead of {sorted(expected)}"]
     faults = []
@@ -131,6 +128,5 @@ def differences(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> list[st
 
 
 def fail_on(faults: Sequence[str]) -> None:
-    """Fail the test if there are differences."""
     if faults:
         pytest.fail("\n".join(faults), pytrace=False)

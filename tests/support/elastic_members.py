@@ -169,7 +169,6 @@ def start(
     more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Workers:
-    """Starts a job."""
     return Workers(
         SCRIPT.replace("# BEFORE\n", before),
         size,

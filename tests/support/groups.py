@@ -75,7 +75,6 @@ def in_threads(
 def outcomes(
     count: int, work: Callable[[int], Any], timeout: float = 60.0
 ) -> list[Any]:
-    """As `in_threads`, but returns exceptions instead of raising them."""
     results: list[Any] = [None] * count
 
     def run(rank: int) -> None:
@@ -138,14 +137,12 @@ def socket_mesh(size: int) -> list[SocketTransport]:
 
 
 def cluster_on(addresses: Sequence[str], rank: int) -> Cluster:
-    """The place of `rank` among workers at these addresses."""
     return Cluster(
         rank=rank, size=len(addresses), workers=tuple(addresses), task_index=rank
     )
 
 
 def addresses_of(size: int) -> list[str]:
-    """Addresses of `size` workers on this machine, at free ports."""
     return [f"127.0.0.1:{port}" for port in free_ports(size)]
 
 
@@ -166,7 +163,6 @@ def join(
 
 
 def close_all(things: Sequence[Any]) -> None:
-    """Closes all at once, as the ranks of a group do."""
     in_threads(len(things), lambda rank: things[rank].close())
 
 
@@ -212,7 +208,6 @@ def _threads_left() -> list[str]:
 
 
 def open_sockets() -> int:
-    """How many file descriptors of sockets and segments this process has."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -237,21 +232,13 @@ class Ranks(Closing):
         return in_threads(len(members), lambda rank: work(members[rank]), timeout)
 
     def outcomes(self, work: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
-        """As `run`, but returns exceptions instead of raising them."""
         members = self.members
         return outcomes(len(members), lambda rank: work(members[rank]), timeout)
 
 
 class Group(Ranks):
-    """Communicators of one group, by rank. Use it in a `with` statement."""
-
     def __init__(
-        self,
-        kind: str,
-        size: int,
-        *,
-        timeout: float = 20.0,
-        heartbeat: float = 10.0,
+        self, kind: str, size: int, *, timeout: float = 20.0, heartbeat: float = 10.0
     ) -> None:
         self.size = size
         self.jobs: list[Job] = []
@@ -289,7 +276,6 @@ class Group(Ranks):
         self.members = self.communicators
 
     def close(self) -> None:
-        """Closes all ranks at once."""
         close_all(self.jobs or self.communicators)
         if self._servers is not None:
             self._servers.close()

@@ -91,7 +91,6 @@ class Launcher:
         return [*self.prefix, sys.executable, *begin, self.verb, *map(str, args)]
 
     def start(self, *args, script=None, quick=False, before="", **more):
-        """Start it."""
         more = {"stdin": subprocess.DEVNULL, "start_new_session": True, **more}
         process = subprocess.Popen(
             self.command(*args, script=script, quick=quick, before=before),
@@ -114,7 +113,6 @@ class Launcher:
         return process
 
     def run(self, *args, script=None, within=60.0, **more):
-        """Run to the end; return the code, standard output, and standard error."""
         process = self.start(*args, script=script, **more)
         out, err = process.communicate(timeout=bound(within))
         return process.returncode, out, err
@@ -128,7 +126,6 @@ class Launcher:
         return process.returncode, out, err
 
     def wait_for(self, *names):
-        """Wait until the workers have made these files; return their texts."""
         wait_until(lambda: all((self.folder / n).exists() for n in names), names)
         return [(self.folder / name).read_text() for name in names]
 
@@ -139,8 +136,6 @@ class Launcher:
         return list((self.folder / "tmp").iterdir())
 
     def nothing_runs(self, within=30.0):
-        """Wait until no process of the job is alive."""
-
         def gone():
             return not any(_is_ours(p, self.tag) for p in psutil.process_iter())
 

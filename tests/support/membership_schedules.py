@@ -1,16 +1,16 @@
-"""Schedules of what happens to workers that agree on epochs: drawn, or all.
+"""Schedules of what happens to workers that agree on epochs: drawn from seeds.
 
 A schedule is a list of operations of a `World`. `run` draws one from a seed, and
-`World.settle`s; `explore` does all that may happen, in each order.
+`World.settle`s.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kerasdist.collectives.elastic.consensus import PaxosParticipant
-from membership_world import Operation, Violation, World, clone
+from membership_world import Operation, Violation, World
 
 # How many workers a schedule starts with, and how many operations it has.
 SIZES = (2, 3, 3, 4, 4, 5, 5)
@@ -101,7 +101,6 @@ def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation
 
 
 def _strike(world: World, chance: random.Random, a: int) -> Iterator[Operation]:
-    """One process is lost, and some others learn it."""
     if (name := chance.choice(("kill", "freeze", "cut"))) == "cut":
         for b in world.processes:
             if b != a and chance.random() < 0.7:
@@ -114,7 +113,6 @@ def _strike(world: World, chance: random.Random, a: int) -> Iterator[Operation]:
 
 
 def _look(world: World, a: int) -> Iterator[Operation]:
-    """One process learns which others are dead or out of reach."""
     for b, other in list(world.processes.items()):
         if not other.alive or other.me.incarnation:
             yield "dead", a, b
@@ -130,18 +128,7 @@ def run(
     machine: type[PaxosParticipant] = PaxosParticipant,
     before: Sequence[Operation] = (),
 ) -> tuple[World, str]:
-    """Run the schedule of a seed, then `settle`.
-
-    Args:
-        seed: The seed.
-        sizes: Numbers of workers.
-        lengths: Numbers of operations.
-        machine: The machine of each.
-        before: Operations that are done first: they lead to a rare state.
-
-    Raises:
-        Violation: With the seed and the schedule.
-    """
+    """Run the schedule of a seed, then `settle`."""
     world, apart = _start(seed, sizes, machine)
     size, done = len(world.processes), []
     chance = random.Random(f"{seed} schedule")
@@ -171,57 +158,3 @@ def _start(
     if chance.random() < 0.5:
         apart = {n for n in range(size) if chance.random() < 0.35}
     return World(size, min_workers=min_workers, machine=machine), apart
-
-
-def explore(
-    start: World,
-    *,
-    losses: Iterable[Operation],
-    most: int = 1,
-    until: int = 1,
-) -> tuple[int, int]:
-    """Do everything that may happen, in each order: lines, work, and losses.
-
-    Args:
-        losses: At most `most` of these happen, each at any moment.
-        until: No work is done after this step.
-
-    Returns:
-        The numbers of states, and of those in which nothing more can happen.
-
-    Raises:
-        Violation: Also if the living ones don't train together in the end.
-    """
-    losses = tuple(losses)
-    seen: set[object] = set()
-    ends = 0
-    todo = [(start, most)]
-    while todo:
-        world, left = todo.pop()
-        key = world.key(), left
-        if key in seen:
-            continue
-        seen.add(key)
-        moves: list[Operation] = [("deliver", *line) for line in world.lines]
-        for n, process in world.processes.items():
-            if max(process.results, default=0) < until:
-                moves.append(("work", n))
-            moves += [("dead", n, gone.id) for gone in world.gone]
-        any_moved = False
-        for operation in (*moves, *(losses if left else ())):
-            then = clone(world)
-            if not then.do(operation):
-                continue
-            lost = operation in losses
-            if lost or then.key() != key[0]:
-                any_moved = any_moved or not lost
-                todo.append((then, left - lost))
-        if not any_moved:
-            ends += 1
-            active = [each for each in world.living() if not each.frozen]
-            if any(
-                each.epoch != active[0].epoch or each.machine.suspended
-                for each in active
-            ):
-                raise Violation(f"the end: {[each.epoch for each in active]}")
-    return len(seen), ends

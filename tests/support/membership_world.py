@@ -25,7 +25,6 @@ that is a quorum trains.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,6 +58,7 @@ Operation = tuple[Any, ...]  # a name, and numbers of processes
 
 COLLECTIVES = 2  # of a step
 ROUNDS = 8  # of time-outs, until progress without failures
+_EVENTS = {"timeout": Timeout(), "giveup": GiveUp(), "leave": Leave()}
 # Why a process has stopped that starts again.
 REJOINING = (StopReason.EXCLUDED, StopReason.NO_ELDER)
 
@@ -68,8 +68,6 @@ class Violation(AssertionError):
 
 
 class Process:
-    """A process, its machine, and the results of its steps."""
-
     def __init__(self, machine: PaxosParticipant) -> None:
         self.machine = machine
         self.me = machine.me
@@ -83,13 +81,6 @@ class Process:
     def epoch(self) -> tuple[int, tuple[Member, ...]] | None:
         decision = self.machine.decision
         return (decision.epoch.number, decision.epoch.members) if decision else None
-
-
-def _key(process: Process) -> tuple[object, ...]:
-    values = vars(process.machine).values()
-    return tuple(
-        tuple(value.items()) if isinstance(value, dict) else value for value in values
-    )
 
 
 class World:
@@ -123,8 +114,9 @@ class World:
     # Operations.
 
     def do(self, operation: Operation) -> bool:
-        """Do it; return whether it could be done."""
         name, *args = operation
+        if name in _EVENTS:
+            return self._simple(*args, _EVENTS[name])
         return bool(getattr(self, f"_{name}")(*args))
 
     def _living(self, n: int) -> Process | None:
@@ -227,15 +219,6 @@ class World:
             return False
         self.call(process, Silent(other.me))
         return True
-
-    def _timeout(self, a: int) -> bool:
-        return self._simple(a, Timeout())
-
-    def _giveup(self, a: int) -> bool:
-        return self._simple(a, GiveUp())
-
-    def _leave(self, a: int) -> bool:
-        return self._simple(a, Leave())
 
     def _simple(self, a: int, event: Event) -> bool:
         process = self._living(a)
@@ -394,19 +377,6 @@ class World:
                 if theirs and theirs != decision and self._operable(theirs):
                     raise Violation(f"two groups: {epoch}; {theirs.epoch}")
 
-    def key(self) -> object:
-        """A hashable value that is the same for worlds that can't be told apart."""
-        return (
-            tuple(
-                (n, each.alive, each.frozen, each.done, len(each.results), _key(each))
-                for n, each in self.processes.items()
-            ),
-            tuple(
-                sorted((key, tuple(line)) for key, line in self.lines.items() if line)
-            ),
-            tuple(tuple(sorted(each.items())) for each in self.begun.values()),
-        )
-
     def living(self) -> list[Process]:
         return [each for each in self.processes.values() if each.alive]
 
@@ -435,11 +405,7 @@ class World:
     # Progress.
 
     def settle(self, apart: Iterable[int] = ()) -> str:
-        """Without further failures: all but those `apart` reach each other.
-
-        Returns:
-            "trains", or "stops" if no group is a quorum.
-        """
+        """Without further failures: all but those `apart` reach each other."""
         apart = {n for n in apart if n in self.processes}
         for process in self.processes.values():
             process.frozen = process.alive and process.me.id in apart
@@ -491,11 +457,10 @@ class World:
             self.must(len(set(results)) == 1, f"different results: {results}")
             return True
         for process in active:
-            if process.machine.suspended:
-                self.call(process, Timeout())
+            suspended = process.machine.suspended
+            self.call(process, Timeout())
+            if suspended:
                 self._quiet()
-            else:
-                self.call(process, Timeout())
         return False
 
     def _ended(self, process: Process, other: Process) -> bool:
@@ -548,20 +513,3 @@ class World:
                 and len(present) >= self.min_workers
             ):
                 raise Violation(f"no progress: {present} are a quorum of {decision}")
-
-
-def clone(world: World) -> World:
-    """Return an independent copy."""
-    other = copy.copy(world)
-    other.processes = {}
-    for n, process in world.processes.items():
-        twin = copy.copy(process)
-        twin.machine = copy.copy(process.machine)
-        twin.results = dict(process.results)
-        other.processes[n] = twin
-    other.lines = {key: list(line) for key, line in world.lines.items()}
-    other.last, other.stray = dict(world.last), list(world.stray)
-    other.cuts, other.gone = set(world.cuts), set(world.gone)
-    other.begun = {key: dict(value) for key, value in world.begun.items()}
-    other.counts = dict(world.counts)
-    return other

@@ -65,13 +65,10 @@ class Fault:
 
 
 def dumps(faults: Sequence[Fault]) -> str:
-    """Return faults as text, for the environment variable `FAULTS`."""
     return json.dumps([dataclasses.asdict(fault) for fault in faults])
 
 
 class Moments:
-    """The moments of this process, and its faults."""
-
     def __init__(self, faults: Sequence[Fault], rank: int) -> None:
         self._waiting = [fault for fault in faults if fault.rank == rank]
         # Each with the number of collectives that remain.
@@ -79,7 +76,6 @@ class Moments:
         self.counts: Counter[str] = Counter()
 
     def happen(self, name: str) -> None:
-        """Count a moment; send the signals that are due."""
         self.counts[name] += 1
         if name == "collective":
             self._counting = [(fault, rest - 1) for fault, rest in self._counting]
@@ -106,7 +102,6 @@ _installed: list[Moments] = []
 
 
 def happen(name: str) -> None:
-    """Count a moment that the script reports."""
     for moments in _installed:
         moments.happen(name)
 

@@ -44,8 +44,6 @@ class TwoDevices(
     strategy_test_lib.DistributionTestBase,
     strategy_test_lib.TwoDeviceDistributionTestBase,
 ):
-    """What TensorFlow asks of a strategy with two devices."""
-
     devices = _DEVICES
 
     # These need more than a strategy: TensorFlow's tests give it so.
@@ -70,19 +68,6 @@ class TwoDevices(
             [[i, i + 1] for i in range(0, 10, 2)],
         )
 
-    def _test_input_fn_iterator_with_callable(self, strategy):
-        def make():
-            data = tf.data.Dataset.from_tensor_slices([i // 2 for i in range(20)])
-            return tf.compat.v1.data.make_one_shot_iterator(data).get_next
-
-        self._test_input_fn_iterator(
-            strategy.make_input_fn_iterator(self._input_fn(make)),
-            strategy.extended.worker_devices,
-            [[i, i] for i in range(10)],
-            test_reinitialize=False,
-            ignore_order=True,
-        )
-
     def _input_fn(self, make):
         return self._input_fn_to_test_input_context(
             make,
@@ -99,8 +84,10 @@ class Contract(tf.test.TestCase):
 
     def _run(self, strategy, fn, *args, graph):
         """What each replica's `fn` returns, as numpy arrays per replica."""
-        replicas = (lambda: strategy.run(fn, args=args)) if args else None
-        replicas = replicas or (lambda: strategy.run(fn))
+
+        def replicas():
+            return strategy.run(fn, args=args)
+
         made = (tf.function(replicas) if graph else replicas)()
         local = tf.nest.map_structure(strategy.experimental_local_results, made)
         return self.evaluate(local)
@@ -109,18 +96,6 @@ class Contract(tf.test.TestCase):
         return strategy.experimental_distribute_values_from_function(
             lambda ctx: values[ctx.replica_id_in_sync_group]
         )
-
-    def _test_all_reduce_of_a_nest(self, strategy, run_in_function=False):
-        def replica():
-            ctx = tf.distribute.get_replica_context()
-            number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
-            ints = tf.fill([2], ctx.replica_id_in_sync_group)
-            return ctx.all_reduce("sum", {"a": number, "b": [ints, number * [[3.0]]]})
-
-        made = self._run(strategy, replica, graph=run_in_function)
-        self.assertAllEqual(made["a"], [3, 3])
-        self.assertAllEqual(made["b"][0], [[1, 1]] * 2)
-        self.assertAllEqual(made["b"][1], [[[9]]] * 2)
 
     def _test_all_reduce_of_slices(self, strategy, run_in_function=False):
         def replica():
@@ -269,60 +244,6 @@ class Contract(tf.test.TestCase):
         )
         self.assertAllEqual(strategy.experimental_local_results(made), [2, 2])
 
-    def _test_variable_written_in_replicas(self, strategy, run_in_function=False):
-        kinds = {
-            tf.VariableAggregation.SUM: 3,
-            tf.VariableAggregation.MEAN: 1.5,
-            tf.VariableAggregation.ONLY_FIRST_REPLICA: 1,
-        }
-        for kind, expected in kinds.items():
-            with strategy.scope():
-                variable = tf.Variable(5.0, aggregation=kind)
-
-            def replica(variable=variable):
-                ctx = tf.distribute.get_replica_context()
-                number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
-                variable.assign(number)
-                variable.assign_add(number)
-                variable.assign_sub(number)
-                return variable.read_value()
-
-            seen = self._run(strategy, replica, graph=run_in_function)
-            self.assertAllEqual(seen, [expected] * 2)
-            self.assertAllEqual(variable, expected)
-
-    def _test_variable_synced_on_read(self, strategy, run_in_function=False):
-        on_read = tf.VariableSynchronization.ON_READ
-        kinds = {
-            tf.VariableAggregation.SUM: (3, 7),
-            tf.VariableAggregation.MEAN: (1.5, 7),
-            tf.VariableAggregation.ONLY_FIRST_REPLICA: (1, 7),
-        }
-        for kind, (expected, assigned) in kinds.items():
-            with strategy.scope():
-                variable = tf.Variable(0.0, synchronization=on_read, aggregation=kind)
-
-            def replica(variable=variable):
-                ctx = tf.distribute.get_replica_context()
-                number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
-                return variable.assign_add(number)
-
-            self._run(strategy, replica, graph=run_in_function)
-            self.assertAllEqual(variable.read_value(), expected)
-            variable.assign(7.0)
-            self.assertAllEqual(variable.read_value(), assigned)
-
-    def _test_update(self, strategy):
-        with strategy.scope():
-            variable = tf.Variable(1.0)
-            change = self._differing(strategy, tf.constant(2.0), tf.constant(2.0))
-            strategy.extended.update(variable, lambda v, x: v.assign_add(x), (change,))
-        self.assertAllEqual(
-            strategy.experimental_local_results(variable.read_value()), [3]
-        )
-        for local in strategy.experimental_local_results(variable):
-            self.assertAllEqual(local, 3)
-
     def _test_checkpoint(self, strategy):
         path = os.path.join(self.get_temp_dir(), "checkpoint")
         with strategy.scope():
@@ -389,8 +310,6 @@ class OneDevice(
     strategy_test_lib.DistributionTestBase,
     strategy_test_lib.OneDeviceDistributionTestBase,
 ):
-    """What TensorFlow asks of a strategy with one device."""
-
     devices = _DEVICES[:1]
 
 
@@ -421,8 +340,6 @@ def start():
 
 
 def outcome(base, graph, name, arguments, strategy_class):
-    """Run one method in a TestCase of its own."""
-
     class Case(base):
         def runTest(self):
             strategy = strategy_class(self.devices)

@@ -42,7 +42,7 @@ class Kind:
     """
 
     build: Callable[..., Any]
-    data: Callable[[], dict[str, Any]]
+    data: dict[str, Any]
     compile: Callable[[], dict[str, Any]]
     by_rows: bool = True
     staged: bool = False
@@ -50,7 +50,6 @@ class Kind:
 
 
 def placement(kind: Kind, devices: list[str]) -> dict[str, str]:
-    """The placement of a kind of model on some devices."""
     if kind.staged:
         return {}
     return {f"on{i}_[^/]*": devices[min(i, len(devices) - 1)] for i in range(3)}
@@ -59,7 +58,6 @@ def placement(kind: Kind, devices: list[str]) -> dict[str, str]:
 def numbers(
     kind: Kind, scope: Callable[[], Any], stage: Callable[[int], Any]
 ) -> dict[str, Any]:
-    """Train, evaluate and predict; all numbers that came out, and the model."""
     keras.backend.clear_session()
     # Much of what was traced lives on: each collection would go through it again, which
     # took half of the time.
@@ -68,13 +66,12 @@ def numbers(
     with scope():
         model = kind.build(stage) if kind.staged else kind.build()
         model.compile(**kind.compile())
-    data = kind.data()
-    x = data["x"]
+    data = kind.data
     fitted = model.fit(**data, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
     found = {f"history {k}": np.asarray(v) for k, v in fitted.history.items()}
     evaluated = model.evaluate(**data, batch_size=BATCH, verbose=0, return_dict=True)
     found |= {f"evaluate {k}": np.asarray(v) for k, v in evaluated.items()}
-    predicted = model.predict(x, batch_size=BATCH, verbose=0)
+    predicted = model.predict(data["x"], batch_size=BATCH, verbose=0)
     for i, part in enumerate(tf.nest.flatten(predicted)):
         found[f"predict {i}"] = np.asarray(part)
     variables = [*model.variables, *model.optimizer.variables]
@@ -84,7 +81,6 @@ def numbers(
 
 
 def plain_numbers(name: str, folder: str) -> dict[str, Any]:
-    """The numbers of a kind of model that isn't placed."""
     path = Path(folder, f"{name}.npz")
     if not path.exists():
         found = numbers(ZOO[name], contextlib.nullcontext, contextlib.nullcontext)
@@ -164,7 +160,6 @@ def misplaced(graphs: list[Any], devices: list[str]) -> tuple[int, list[str]]:
 
 
 def misplaced_variables(model: Any, devices: list[str]) -> list[str]:
-    """Variables, also the optimizer's, that aren't where their layer belongs."""
     return [
         f"{variable.path} on {variable.value.device[-5:]}"
         for variable in [*model.variables, *model.optimizer.variables]
@@ -202,16 +197,17 @@ def _rows(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).normal(size=(ROWS, *shape)).astype("float32")
 
 
-def _plain_data() -> dict[str, Any]:
-    return {"x": _rows(6), "y": _rows(3, seed=1)}
-
-
-def _sequence_data() -> dict[str, Any]:
-    return {"x": _rows(5, 4), "y": _rows(3, seed=1)}
-
-
-def _image_data() -> dict[str, Any]:
-    return {"x": _rows(6, 6, 2), "y": np.arange(ROWS) % 3}
+_PLAIN = {"x": _rows(6), "y": _rows(3, seed=1)}
+_SEQUENCES = {"x": _rows(5, 4), "y": _rows(3, seed=1)}
+_IMAGES = {"x": _rows(6, 6, 2), "y": np.arange(ROWS) % 3}
+_MANY = {
+    "x": {"a": _rows(6), "b": _rows(4, seed=5)},
+    "y": {"first": _rows(3, seed=1), "second": _rows(1, seed=2)},
+    "sample_weight": {
+        "first": np.linspace(0, 1, ROWS).astype("float32"),
+        "second": np.linspace(1, 2, ROWS).astype("float32"),
+    },
+}
 
 
 def _simple() -> dict[str, Any]:
@@ -274,8 +270,6 @@ class Scaled(layers.Layer):
 
 
 class Subclassed(keras.Model):
-    """Built at its first call, with layers in layers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = Scaled("on0_block", [_dense("inner", 8), _dense("on1_guest", 8)])
@@ -409,8 +403,6 @@ def _scaled_loss() -> dict[str, Any]:
 
 
 class OwnStep(keras.Sequential):
-    """A model with a step of its own, which clips by hand."""
-
     def train_step(self, data: Any) -> Any:
         x, y = data
         with tf.GradientTape() as tape:
@@ -429,7 +421,11 @@ def _own_step() -> Any:
 
 
 class Reversed(layers.Layer):
-    """A gradient of its own, and a loss of its own."""
+    """A gradient, losses and a metric of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.mean = keras.metrics.Mean(name="of_rows")
 
     def call(self, x: Any) -> Any:
         @tf.custom_gradient
@@ -437,6 +433,8 @@ class Reversed(layers.Layer):
             return value * 1.5, lambda gradient: tf.tanh(gradient) * -0.5
 
         self.add_loss(1e-2 * ops.mean(ops.square(x)))
+        self.add_loss(1e-3 * ops.sum(ops.square(x), -1))
+        self.mean.update_state(ops.mean(x, -1))
         return through(x)
 
 
@@ -452,33 +450,20 @@ def _many() -> Any:
     return keras.Model({"a": a, "b": b}, outputs)
 
 
-def _many_data() -> dict[str, Any]:
-    return {
-        "x": {"a": _rows(6), "b": _rows(4, seed=5)},
-        "y": {"first": _rows(3, seed=1), "second": _rows(1, seed=2)},
-        "sample_weight": {
-            "first": np.linspace(0, 1, ROWS).astype("float32"),
-            "second": np.linspace(1, 2, ROWS).astype("float32"),
-        },
-    }
-
-
 ZOO: dict[str, Kind] = {
-    "skip": Kind(_skip, _plain_data, _adam, exact=False),
-    "subclassed": Kind(Subclassed, _plain_data, _adam),
-    "shared": Kind(_shared, _plain_data, _adam),
-    "recurrent": Kind(_recurrent, _sequence_data, _simple),
-    "control_flow": Kind(_control_flow, _plain_data, _simple, by_rows=False),
-    "functions": Kind(_functions, _plain_data, _simple),
-    "convolution": Kind(
-        _convolution, _image_data, _classes, by_rows=False, exact=False
-    ),
-    "nested": Kind(_nested, _plain_data, _adam, by_rows=False),
-    "staged": Kind(_staged, _plain_data, _adam, by_rows=False, staged=True),
-    "everything": Kind(_deep, _plain_data, _everything),
-    "half": Kind(_half, _plain_data, _scaled_loss),
-    "own_step": Kind(_own_step, _plain_data, _simple, exact=False),
-    "many": Kind(_many, _many_data, _simple),
+    "skip": Kind(_skip, _PLAIN, _adam, exact=False),
+    "subclassed": Kind(Subclassed, _PLAIN, _adam),
+    "shared": Kind(_shared, _PLAIN, _adam),
+    "recurrent": Kind(_recurrent, _SEQUENCES, _simple),
+    "control_flow": Kind(_control_flow, _PLAIN, _simple, by_rows=False),
+    "functions": Kind(_functions, _PLAIN, _simple),
+    "convolution": Kind(_convolution, _IMAGES, _classes, by_rows=False, exact=False),
+    "nested": Kind(_nested, _PLAIN, _adam, by_rows=False),
+    "staged": Kind(_staged, _PLAIN, _adam, by_rows=False, staged=True),
+    "everything": Kind(_deep, _PLAIN, _everything),
+    "half": Kind(_half, _PLAIN, _scaled_loss),
+    "own_step": Kind(_own_step, _PLAIN, _simple, exact=False),
+    "many": Kind(_many, _MANY, _simple),
 }
 
 # On how many devices a kind is placed; where batches are cut, too, the other number.

@@ -84,12 +84,10 @@ class Played:
         self.hooks = hooks_of(self.strategy)
 
     def place(self, rank: int, replicas: Sequence[int]) -> None:
-        """Let this worker have a rank among workers with so many replicas each."""
         self.job.replicas = tuple(replicas)
         self.job.communicator.place(rank, len(self.job.replicas))
 
     def epochs(self, **data: Any) -> Any:
-        """Return Keras's iterator over the epochs of some data, as `fit` makes it."""
         iterator = TFEpochIterator(distribute_strategy=self.strategy, **data)
         iterator.reset()
         return iterator
@@ -126,12 +124,10 @@ def _rows_of(batch: Any) -> list[Any]:
 
 
 def changes_at(steps: Mapping[int, Membership], step: int) -> Membership:
-    """Return the membership of a step, given those from some steps on."""
     return steps[max(begin for begin in steps if begin <= step)]
 
 
 def one_process(epochs: int, data: Callable[[], Any]) -> list[list[Any]]:
-    """Return the rows of each step of a job of one process that isn't elastic."""
     played = Played(elastic=False)
     return [rows for rows, _ in _steps(played, epochs, data(), lambda *_: None)]
 

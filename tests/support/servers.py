@@ -28,7 +28,6 @@ SECONDS = Timeouts(startup=60, collective=60, heartbeat=30)
 
 
 def worker_place(workers: Any, servers: Any, rank: int) -> Cluster:
-    """The place of worker `rank` among these addresses."""
     return Cluster(
         rank=rank,
         size=len(workers),
@@ -39,7 +38,6 @@ def worker_place(workers: Any, servers: Any, rank: int) -> Cluster:
 
 
 def server_place(workers: Any, servers: Any, index: int) -> Cluster:
-    """The place of server `index` among these addresses."""
     return Cluster(
         rank=None,
         size=len(workers),
@@ -89,7 +87,6 @@ class Servers(Ranks):
             self.clients = in_threads(workers, self.connect)
 
     def start_server(self, index: int) -> ParameterServer:
-        """Starts a server, the first time or again."""
         server = ParameterServer(
             server_place(self.workers, self.addresses, index),
             self.settings,
@@ -111,14 +108,12 @@ class Servers(Ranks):
         return server
 
     def connect(self, rank: int, **options: Any) -> ServerClient:
-        """Connects a worker; waits for the others."""
         options.setdefault("transport", "auto" if self.kind != "tcp" else "tcp")
         place = worker_place(self.workers, self.addresses, rank)
         settings = options.pop("settings", self.settings)
         return connect_servers(place, settings, timeouts=self.timeouts, **options)
 
     def join(self, timeout: float = 60.0) -> None:
-        """Waits until all servers have ended."""
         for thread in self.threads:
             thread.join(timeout)
         stuck = [t.name for t in self.threads if t.is_alive()]
@@ -126,7 +121,6 @@ class Servers(Ranks):
             raise TimeoutError(f"{stuck} still ran after {timeout} s.")
 
     def close(self) -> None:
-        """Closes all workers at once, and waits for the servers."""
         if self.clients:
             close_all(self.clients)
         else:
@@ -224,12 +218,10 @@ class ServerProcesses(Workers):
         )
 
     def going(self) -> None:
-        """Waits until all workers have said "GOING"."""
         for rank in range(self._workers):
             self.wait_for_line(rank, "GOING")
 
     def restart(self, task: int) -> None:
-        """Kills a task, and starts it again when it has ended."""
         self.kill(task)
         self.wait_one(task)
         self.start_again(task)

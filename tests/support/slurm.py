@@ -68,7 +68,6 @@ class Slurm(Hosts):
 
     @staticmethod
     def available() -> str | None:
-        """Why there can be none on this machine; None if there can be."""
         missing = [name for name in _PROGRAMS if not shutil.which(name, path=_PATH)]
         if missing:
             return f"Slurm isn't installed: {', '.join(missing)} not found"
@@ -145,7 +144,6 @@ class Slurm(Hosts):
     def run(
         self, *command: str, cwd: Path | None = None, env: Mapping[str, str] = {}
     ) -> str:
-        """Run a command of Slurm's on the controller's host; return its output."""
         done = subprocess.run(
             [*self.prefix(0), *command],
             cwd=cwd,
@@ -164,7 +162,6 @@ class Slurm(Hosts):
         options: Sequence[str] = (),
         env: Mapping[str, str] = {},
     ) -> str:
-        """Submit a batch script with its arguments; return the job's number."""
         text = self.run(
             "sbatch", "--parsable", *options, *map(str, arguments), cwd=cwd, env=env
         )
@@ -173,15 +170,12 @@ class Slurm(Hosts):
         return text.strip()
 
     def show(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` prints."""
         return dict(
             pair.partition("=")[::2]
             for pair in self.run("scontrol", "show", "job", "-o", job).split()
         )
 
     def wait(self, job: str, state: str = "COMPLETED", within: float = 150.0) -> None:
-        """Wait until the job has this state."""
-
         def there() -> bool:
             now = self.show(job).get("JobState", "")
             if now in ("FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED") and now != state:
@@ -191,7 +185,6 @@ class Slurm(Hosts):
         wait_until(there, f"job {job} to be {state}", within)
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
         return "".join(
             f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}\n"
             for path in sorted(self.folder.glob("*.log"))

@@ -13,7 +13,6 @@ import pytest
 
 
 def soak(*values: Any, id: str | None = None) -> Any:
-    """A set of parameters for `make soak` alone."""
     return pytest.param(*values, id=id, marks=pytest.mark.soak)
 
 

@@ -31,7 +31,6 @@ class SshHosts(Hosts):
 
     @staticmethod
     def available() -> str | None:
-        """Why there can be none on this machine; None if there can be."""
         if _SSHD is None or shutil.which("ssh") is None:
             return "sshd or ssh isn't installed"
         return Hosts.available()

@@ -15,7 +15,6 @@ def names_on(page):
 
 
 def find(name):
-    """Return the owner, a module or class, and the function of a name in kerasdist."""
     parts = ["kerasdist", *name.split(".")]
     for end in range(len(parts) - 1, 0, -1):
         try:

@@ -16,7 +16,6 @@ ROWS = 8
 
 
 def costs(model_fn, optimizer=None, **given):
-    """The costs by the end of the layer's path."""
     model = describe(model_fn, ROWS, optimizer, **given)
     return {layer.path.rpartition("/")[2]: layer for layer in model.layers}
 

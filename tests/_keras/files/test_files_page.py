@@ -39,7 +39,6 @@ PATH = re.compile(
 
 
 def table(heading):
-    """The first cells of the table under a heading, without its head."""
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
     return [name for row in rows[2:] for name in re.findall(r"`([^`]+)`", row)]

@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 
 from kerasdist import _keras
-from kerasdist._keras.learning_rate import (
-    own_steps,
-    resume,
-    shared_steps,
-    steps_of,
-)
+from kerasdist._keras.learning_rate import own_steps, resume, steps_of
 
 ONES = np.ones((8, 1), "float32")
 
@@ -32,23 +27,6 @@ def build(optimizer):
 
 def schedule():
     return keras.optimizers.schedules.PolynomialDecay(1.0, 100, 0.0)
-
-
-def test_it_is_as_it_was_where_nobody_else_has_taken_any():
-    optimizer = keras.optimizers.SGD(schedule())
-    model = build(optimizer)
-    model.train_on_batch(ONES, ONES)
-    before, function = set(vars(optimizer)), model.train_function
-    resume(model, False, None)
-    resume(model, True, None)
-    resume(model, True, 1)
-    assert shared_steps(optimizer) is None
-    assert int(steps_of(optimizer)) == 1
-    assert model.train_function is function
-    assert set(vars(optimizer)) == before
-    # No optimizer, or none of Keras's.
-    model.compile(None, "mse")
-    resume(model, True, 5)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -9,7 +9,7 @@ import pytest
 
 from kerasdist.collectives.elastic.consensus import Attempt, PaxosParticipant
 from kerasdist.collectives.elastic.epochs import Member, StopReason
-from membership_schedules import explore, run
+from membership_schedules import run
 from membership_world import Violation, World
 
 # Seeds of the suite, and those of the soak test in this many parts.
@@ -70,33 +70,6 @@ def test_a_loss_takes_two_round_trips_and_the_news(lost):
     for each in world.living():
         assert each.epoch == (1, others)
         assert not each.machine.decision.epoch.absent
-
-
-LOSSES = [("kill", 0), ("kill", 1), ("kill", 2)]
-ALARMS = [("silent", 1, 0), ("silent", 0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("size", "losses", "options"),
-    [
-        (3, LOSSES, {"until": 2}),
-        pytest.param(*(2, [("kill", 0), *ALARMS], {"most": 2}), marks=pytest.mark.soak),
-        pytest.param(
-            *(3, LOSSES, {"most": 2}),
-            marks=[pytest.mark.soak, pytest.mark.timeout(7200)],
-        ),
-    ],
-    ids=["one loss", "a death and false alarms", "two losses"],
-)
-def test_losses_at_any_moment_in_any_order(size, losses, options):
-    states, ends = explore(World(size), losses=losses, **options)
-    assert states > 1000
-    assert ends > 10
-
-
-def test_exploring_finds_a_broken_rule():
-    with pytest.raises(Violation, match=r"^two "):
-        explore(World(2, machine=AnyQuorum), losses=ALARMS, most=2)
 
 
 # Schedules that chance hardly ever finds: each breaks the agreement without one rule.
