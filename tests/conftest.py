@@ -179,9 +179,8 @@ def _nothing_left_behind() -> Iterator[None]:
 def existing(*, before: bool = False) -> set[str]:
     """What a test could leave behind and exists now, described.
 
-    Args:
-        before: Mapped segments of which nothing is in memory needn't be among it, as
-            long as no test has left any.
+    `before` a test mapped segments of which nothing is in memory needn't be among it,
+    as long as no test has left any.
     """
     return {
         *_segments(before),

@@ -116,13 +116,6 @@ def test_a_loss_is_told_by_its_graph(name, known):
     assert found == [expected]
 
 
-def test_an_eager_loss_has_rows_or_is_unknown():
-    kinds = LossKinds(tf.constant(4))
-    assert kinds.of(tf.ones([4])) == ROWS
-    assert kinds.of(tf.ones([3])) == OTHER
-    assert kinds.of(tf.ones([])) == OTHER
-
-
 SAID = (
     PRELUDE
     + """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -205,15 +205,14 @@ def _train(
     return numbers_of(model, model.fit(x, y, **fit))
 
 
-def _all_of(scope: Scope, steps: dict[str, _Step], **more: Any) -> Numbers:
+def _all_of(scope: Scope, steps: Iterable[str], **more: Any) -> Numbers:
     found: Numbers = {}
-    for name, step in steps.items():
-        numbers = _train(
-            scope,
-            lambda step=step: Stepped(step),
-            lambda: keras.optimizers.SGD(0.2),
-            **more,
-        )
+    for name in steps:
+
+        def build(name: str = name) -> Any:
+            return Stepped(STEPS[name])
+
+        numbers = _train(scope, build, lambda: keras.optimizers.SGD(0.2), **more)
         found |= {f"{name}: {key}": value for key, value in numbers.items()}
     return found
 
@@ -226,24 +225,23 @@ MORE_CHANGES = ("normalized",)
 
 @case
 def changed_gradients(scope: Scope) -> Numbers:
-    return _all_of(scope, {n: STEPS[n] for n in CHANGES})
+    return _all_of(scope, CHANGES)
 
 
 @case
 def more_changed_gradients(scope: Scope) -> Numbers:
-    return _all_of(scope, {n: STEPS[n] for n in MORE_CHANGES})
+    return _all_of(scope, MORE_CHANGES)
 
 
 @case
 def gradients_of_other_things(scope: Scope) -> Numbers:
-    others = {n: s for n, s in STEPS.items() if n not in (*CHANGES, *MORE_CHANGES)}
-    return _all_of(scope, others)
+    return _all_of(scope, [n for n in STEPS if n not in (*CHANGES, *MORE_CHANGES)])
 
 
 @case
 def changed_gradients_of_eager_steps(scope: Scope) -> Numbers:
     chosen = ("clipped", "sharpness", "penalty", "in halves")
-    return _all_of(scope, {n: STEPS[n] for n in chosen}, run_eagerly=True)
+    return _all_of(scope, chosen, run_eagerly=True)
 
 
 @case

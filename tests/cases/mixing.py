@@ -95,30 +95,8 @@ FUNCTIONS = [
 ]
 
 
-class Welford(keras.metrics.Metric):
-    """The variance of all outputs, from moving statistics."""
-
-    def __init__(self) -> None:
-        super().__init__(name="welford")
-        self.n, self.mean, self.square = (
-            self.add_variable((), "zeros", name=name)
-            for name in ("n", "mean", "square")
-        )
-
-    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
-        n, mean = K.cast(K.size(p), "float32"), K.mean(p)
-        away, total = mean - self.mean, self.n + n
-        inside = K.sum(K.square(p)) - n * K.square(mean)
-        self.square.assign(self.square + inside + K.square(away) * self.n * n / total)
-        self.mean.assign(self.mean + away * n / total)
-        self.n.assign(total)
-
-    def result(self) -> Any:
-        return self.square / self.n
-
-
 class Extremes(keras.metrics.Metric):
-    """And the last batch's mean; `result` returns variables."""
+    """And the mean of the last batches; `result` returns variables."""
 
     def __init__(self) -> None:
         super().__init__(name="extremes")
@@ -160,7 +138,7 @@ def _trained(scope: Scope, functions: list[Any], **more: Any) -> Numbers:
             keras.optimizers.SGD(0.1),
             {function.__name__: function for function in functions},
             metrics={
-                function.__name__: [function, Welford(), Extremes()]
+                function.__name__: [function, Extremes()]
                 if function is MIXING[0]
                 else [function]
                 for function in functions

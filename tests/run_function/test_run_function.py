@@ -192,15 +192,18 @@ def test_elastic_jobs_have_errors_in_the_places_of_results() -> None:
                 sys.exit(3)
             case 3:
                 os.kill(os.getpid(), signal.SIGKILL)
+            case 4:
+                raise LookupError(threading.Lock())
         return [threading.Lock()]
 
-    first, *errors_ = kerasdist.run(function, 5, elastic=True)
+    first, *errors_ = kerasdist.run(function, 6, elastic=True)
     assert first == "result"
     expected = [
         (r"The function failed in rank 1: .*_Odd: a b\. ", None),
         (r"The function failed in rank 2: SystemExit: 3\. ", SystemExit),
         (r"The process of rank 3 was ended by signal SIGKILL", None),
-        (r"The result of rank 4 can't be pickled: TypeError: ", TypeError),
+        (r"The function failed in rank 4: LookupError: <unlocked", None),
+        (r"The result of rank 5 can't be pickled: TypeError: ", TypeError),
     ]
     for error, (words, cause) in zip(errors_, expected, strict=True):
         assert isinstance(error, errors.FunctionError)

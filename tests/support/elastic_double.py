@@ -35,16 +35,11 @@ class ElasticDouble:
         self._inside = self._failed = False
         facets = strategy.extended.kerasdist
         hooks = facets.hooks
+        given = {"initial_state": "check", "shard": "rows", "compression": None}
         data = ElasticData(
             strategy.extended,
             hooks.timer,
-            Options(
-                initial_state="check",
-                shard="rows",
-                data="same",
-                bucket_size=25_000_000,
-                compression=None,
-            ),
+            Options(**given, data="same", bucket_size=25_000_000),
             hooks.log_once,
         )
         facets.hooks = dataclasses.replace(hooks, elastic=self, data=data)

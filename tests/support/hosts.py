@@ -4,13 +4,6 @@
         with Workers(script, 2, cluster=hosts.addresses, prefix=hosts.prefix) as job:
             job.succeed()
 
-        host 0                 switch                  host 1
-    +-------------+      +----------------+      +-------------+
-    | eth0  lo    |      |  +- bridge -+  |      |    lo  eth0 |
-    +---|---------+      +--|----------|--+      +----------|--+
-        +---- veth ---------+          +------- veth -------+
-      10.77.0.1                                   10.77.0.2
-
 The switch is a namespace too, so nothing of it shows outside, and no firewall
 rule of the machine applies to it. Needs Linux, root and iproute2.
 """

@@ -46,14 +46,10 @@ _COLLECTIVES = ("all_reduce", "all_gather", "exchange_rows", "broadcast", "barri
 class Fault:
     """A signal that a worker sends itself.
 
-    Attributes:
-        rank: The worker's rank at the start.
-        at: The name of the moment.
-        number: How often the moment has happened then, this time included.
-        after: How many collectives begin after the moment and before the signal; with
-            0 it's sent at once, with 1 at the beginning of the next collective.
-        delay: Seconds from there to the signal, while the worker continues.
-        signum: The signal.
+    `rank` is the worker's at the start, `at` the name of the moment, `number` how often
+    it has happened then, this time included. `after`: how many collectives begin after
+    the moment and before the signal; with 0 it's sent at once, with 1 at the beginning
+    of the next collective. `delay`: seconds from there on, while the worker continues.
     """
 
     rank: int

@@ -234,16 +234,6 @@ class Contract(tf.test.TestCase):
 
         self.assertAllEqual([total(batch) for batch in data], [[4, 6]] * 2)
 
-    def _test_run_with_options(self, strategy):
-        made = strategy.run(
-            tf.function(lambda x: x + 1),
-            args=(tf.constant(1),),
-            options=tf.distribute.RunOptions(
-                experimental_enable_dynamic_batch_size=False
-            ),
-        )
-        self.assertAllEqual(strategy.experimental_local_results(made), [2, 2])
-
     def _test_checkpoint(self, strategy):
         path = os.path.join(self.get_temp_dir(), "checkpoint")
         with strategy.scope():

@@ -29,16 +29,12 @@ BATCH = 4  # the last batch has 2 rows
 class Kind:
     """One kind of model.
 
-    Attributes:
-        build: Makes the model; with `staged` it's given a function that enters a stage
-            by its number.
-        data: Arguments of `fit`, without numbers of epochs and rows.
-        compile: Arguments of `compile`; called in the scope.
-        by_rows: Whether a batch's gradient is the mean of its rows' gradients: not if
-            rows are normalized together, or numbers are drawn per batch.
-        staged: Whether stages place it, instead of patterns.
-        exact: Whether its numbers are the same bits wherever it is. Where operations
-            of one layer and the next are on one device, the runtime may fuse them.
+    `build` makes the model; with `staged` it's given a function that enters a stage by
+    its number, and stages place it instead of patterns. `data`: arguments of `fit`.
+    `compile`: those of `compile`, made in the scope. `by_rows`: a batch's gradient is
+    the mean of its rows' gradients; not if rows are normalized together, or numbers are
+    drawn per batch. `exact`: its numbers are the same bits wherever it is; where
+    operations of one layer and the next are on one device, the runtime may fuse them.
     """
 
     build: Callable[..., Any]

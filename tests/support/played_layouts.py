@@ -143,14 +143,10 @@ def take_all(
 ) -> list[list[Any]]:
     """Return the rows of each step, taken by all workers of a job together.
 
-    Args:
-        steps: From which step on which workers take part.
-        epochs: The number of epochs.
-        data: Returns the arguments of `Played.epochs`.
-        local: The number of each worker's replicas.
-        aborted: Whether a step has been begun by the former workers when they change,
-            and is done again; otherwise they change between two steps.
-        options: Of the strategy.
+    `steps`: from which step on which workers take part. `data` returns the arguments of
+    `Played.epochs`. `local`: the number of each worker's replicas. `aborted`: a step
+    has been begun by the former workers when they change, and is done again; otherwise
+    they change between two steps.
     """
     workers = sorted({name for members in steps.values() for name in members})
     taken: dict[int, dict[str, Any]] = {}

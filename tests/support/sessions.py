@@ -60,12 +60,8 @@ _run_all()
 class Session:
     """The workers, and servers, of one job.
 
-    Args:
-        setup: What is run once, first.
-        size: How many workers.
-        before: What each script begins with.
-        deadline: Seconds that a script may take, see `bound`.
-        more: Other arguments of `Workers`.
+    `setup` is run once, first; `before` is what each script begins with. `deadline`:
+    seconds that a script may take, see `bound`. `more`: other arguments of `Workers`.
     """
 
     def __init__(

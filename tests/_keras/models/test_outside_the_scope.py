@@ -46,6 +46,14 @@ def train(model):
 )
 
 
+USED = """
+model = build()
+model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+before = digest(model)
+with strategy.scope():
+    found = said(train(model))
+result([before, digest(model), found])
+"""
 CLEARED = """
 found = []
 with strategy.scope():
@@ -139,10 +147,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
     """Of each part of the script what both workers have found."""
-    script = SCRIPT + CLEARED + LOOP + TOLD + DEVICES
+    script = SCRIPT + USED + CLEARED + LOOP + TOLD + DEVICES
     with Workers(script, 2, env={"FOLDER": str(folder)}, deadline=150) as job:
         results = zip(*(worker.results for worker in job.succeed()), strict=True)
-    return dict(zip(("cleared", "told", "loops"), results, strict=True))
+    return dict(zip(("used", "cleared", "told", "loops"), results, strict=True))
 
 
 def test_a_model_made_outside_is_told_of_once_by_the_chief(found, folder):
@@ -169,6 +177,13 @@ def test_one_worker_has_nothing_to_say():
     ones = np.ones((8, 4), "float32")
     model.fit(ones, ones[:, :1], verbose=0)  # a warning is an error here
     strategy.close()
+
+
+def test_a_model_made_outside_and_used_inside_is_the_strategys(found):
+    (before, after, said), (other_before, *other) = found["used"]
+    assert before != other_before  # each worker has its own seed
+    assert other == [after, said]
+    assert (before != after, said) == (True, [])
 
 
 def test_a_loop_of_ones_own_adopts_what_was_made_outside(found):

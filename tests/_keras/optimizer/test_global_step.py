@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kerasdist import _keras
-from kerasdist._keras.learning_rate import own_steps, resume, steps_of
+from kerasdist._keras.learning_rate import own_steps, resume, shared_steps, steps_of
 
 ONES = np.ones((8, 1), "float32")
 
@@ -40,6 +40,9 @@ def test_others_steps_count_until_another_backup_is_restored(scaled):
     for _ in range(3):
         model.train_on_batch(ONES, ONES)
     variables = [variable.path for variable in optimizer.variables]
+    resume(model, False, None)
+    resume(model, True, 3)
+    assert shared_steps(inner) is None  # nobody else has taken any
     resume(model, True, 10)
     assert (int(own_steps(inner).numpy()), int(steps_of(inner))) == (3, 10)
     assert float(optimizer.learning_rate) == pytest.approx(0.9)

@@ -1,5 +1,6 @@
 """The division of a step into parts, and each part's function."""
 
+import pytest
 import tensorflow as tf
 
 from kerasdist import _tf
@@ -79,6 +80,19 @@ def test_parts_are_compiled_and_keep_effects_and_results():
     kinds = {each.type for each in operations}
     assert "PyFunc" in kinds
     assert not kinds & {"MatMul", "Mul", "AssignSubVariableOp", "AssignAddVariableOp"}
+
+
+def test_a_function_that_xla_compiles_whole_must_not_communicate():
+    @tf.function(jit_compile=True)
+    def inner(x):
+        return tf.numpy_function(lambda a: a, [x], tf.float32)
+
+    @tf.function
+    def step(x):
+        return _tf.compiled_in_parts(lambda: inner(x), [CPU])
+
+    with pytest.raises(ValueError, match=r"(?s)communication.*jit_compile=True"):
+        step(tf.ones(2))
 
 
 def test_slices_have_few_different_lengths():

@@ -9,8 +9,7 @@ import pytest
 
 from kerasdist.collectives.elastic.consensus import Attempt, PaxosParticipant
 from kerasdist.collectives.elastic.epochs import Member, StopReason
-from membership_schedules import run
-from membership_world import Violation, World
+from membership_world import Violation, World, run
 
 # Seeds of the suite, and those of the soak test in this many parts.
 FEW, MANY, PARTS = 2000, 1_000_000, 20
