@@ -56,12 +56,6 @@ def standardized(y: Any, p: Any) -> Any:
     return K.square(y - (p - K.mean(p)) / (K.std(p) + 0.1))
 
 
-def cox(y: Any, p: Any) -> Any:
-    order = K.argsort(-y[:, 0])
-    risk = K.log(K.cumsum(K.exp(K.take(p[:, 0], order))))
-    return K.mean(risk - K.take(p[:, 0], order))
-
-
 def normalized_focal(y: Any, p: Any) -> Any:
     losses = y * K.square(1 - p) * -K.log(p) + (1 - y) * p * p * -K.log(1 - p)
     return K.sum(losses) / K.maximum(K.sum(y), 1.0)
@@ -69,10 +63,6 @@ def normalized_focal(y: Any, p: Any) -> Any:
 
 def largest(y: Any, p: Any) -> Any:
     return K.max(K.abs(y - p))
-
-
-def median(y: Any, p: Any) -> Any:
-    return K.median(K.abs(y - p))
 
 
 def root(y: Any, p: Any) -> Any:
@@ -90,8 +80,8 @@ def in_numpy(y: Any, p: Any) -> Any:
 
 
 FUNCTIONS = [
-    *(contrastive, in_batch_softmax, pearson, dice, standardized, cox, largest),
-    *(normalized_focal, median, root, by_share, in_numpy),
+    *(contrastive, in_batch_softmax, pearson, dice, standardized, largest),
+    *(normalized_focal, root, by_share, in_numpy),
 ]
 
 

@@ -230,13 +230,3 @@ def test_what_begins_when_a_visit_is_over():
     assert not any(find_next(g.nodes, visits * 101, 9))
     # What overlaps counts once.
     assert union_length([(4, 6), (1, 5), (2, 3)]) == 5
-
-
-def test_edges_may_go_back():
-    """As those do by which micro-batches are put in order."""
-    g = Graph()
-    x = g.add("", before=True)
-    g.add("A", x, 2)
-    a = g.add("A", x)
-
-    assert visits_of(g) == [("A", None, [((0,), (a,))], (1,))]

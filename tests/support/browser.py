@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -23,16 +24,6 @@ _START = 60.0  # seconds until TensorBoard listens
 _SHOWN = 90  # seconds until a page shows what it should, see `bound`
 
 
-def browser_missing() -> str | None:
-    """Why there's no browser to look with; None if there is one."""
-    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        missing.append("selenium")
-    return f"there is no {' and no '.join(missing)}" if missing else None
-
-
 def need(reason: str | None, remedy: str) -> None:
     """Skip the test if there's a reason to; in CI that's a failure."""
     if reason is None:
@@ -44,7 +35,10 @@ def need(reason: str | None, remedy: str) -> None:
 
 
 def need_browser() -> None:
-    need(browser_missing(), "Debian, Ubuntu: chromium, chromium-driver")
+    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    missing += [] if importlib.util.find_spec("selenium") else ["selenium"]
+    reason = f"there is no {' and no '.join(missing)}" if missing else None
+    need(reason, "Debian, Ubuntu: chromium, chromium-driver")
 
 
 def tensorboard_python() -> str:

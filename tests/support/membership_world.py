@@ -631,7 +631,6 @@ def run(
     seed: int | str,
     *,
     sizes: tuple[int, ...] = SIZES,
-    lengths: tuple[int, ...] = LENGTHS,
     machine: type[PaxosParticipant] = PaxosParticipant,
     before: Sequence[Operation] = (),
 ) -> tuple[World, str]:
@@ -643,7 +642,7 @@ def run(
         for operation in before:
             done.append(operation)
             world.do(operation)
-        for operation in draw(world, chance, chance.choice(lengths)):
+        for operation in draw(world, chance, chance.choice(LENGTHS)):
             done.append(operation)
             world.do(operation)
         return world, world.settle(apart)

@@ -381,10 +381,7 @@ class Workers:
             self.processes.append(process)
 
     def wait(self, deadline: float | None = None) -> list[Finished]:
-        """Waits until every worker has ended.
-
-        Fails the test with every worker's output if that takes too long.
-        """
+        """Waits until every worker has ended, or fails with the output of all."""
         end = self._end
         if deadline is not None:
             end = min(end, time.monotonic() + bound(deadline))
@@ -397,7 +394,6 @@ class Workers:
         return [self._finished(rank) for rank in range(self.size)]
 
     def succeed(self) -> list[Finished]:
-        """Waits for all, and fails the test unless every worker returned 0."""
         finished = self.wait()
         bad = [worker.rank for worker in finished if worker.returncode != 0]
         if bad:
@@ -405,7 +401,6 @@ class Workers:
         return finished
 
     def wait_one(self, rank: int, deadline: float | None = None) -> Finished:
-        """Waits until one worker has ended; like `wait` otherwise."""
         end = self._end
         if deadline is not None:
             end = min(end, time.monotonic() + bound(deadline))
@@ -416,11 +411,7 @@ class Workers:
         return self._finished(rank)
 
     def wait_for_line(self, rank: int, text: str) -> str:
-        """Waits until a whole line of a rank's output contains `text`.
-
-        Fails the test with every worker's output if the worker ends before, or
-        at the job's deadline.
-        """
+        """Waits for a whole line with `text`; returns it without its end."""
         while True:
             # In this order: what an ended process wrote is all there.
             running = self.is_running(rank)
@@ -441,7 +432,6 @@ class Workers:
         self._end = time.monotonic() + bound(deadline)
 
     def finished_so_far(self, rank: int) -> Finished:
-        """What a rank that runs has printed so far, as if it had ended."""
         return Finished(rank=rank, returncode=0, output=self.output(rank))
 
     def is_running(self, rank: int) -> bool:
@@ -454,10 +444,7 @@ class Workers:
         self.processes[rank].send_signal(signum)
 
     def start_again(self, task: int) -> None:
-        """Starts a task again whose process has ended; its output begins anew.
-
-        The job must have been started with `handover=False`.
-        """
+        """Starts an ended task again; the job must be one with `handover=False`."""
         self._start(task, self._path, None)
         self.processes[task] = self.processes.pop()
 
