@@ -50,11 +50,6 @@ _UNNAMED = f"/memfd:{SEGMENT_NAME}"
 _GRACE = 15.0
 # Files with a test that may take so many seconds are long.
 _LONG = 400.0
-# What Open MPI's segments are called that killed processes leave behind, and those that
-# were there before. Tests put them elsewhere, see `test_mpi.py`; one that doesn't would
-# cost 16 MB of memory each time.
-_OF_MPI = "sm_segment.*"
-_EARLIER = pytest.StashKey[set[Path]]()
 # The file of the latest test.
 _FILE = pytest.StashKey[Path]()
 # Segments that were found mapped after a test.
@@ -63,13 +58,11 @@ _left_mapped: set[str] = set()
 
 def pytest_configure(config: pytest.Config) -> None:
     calibrate()
-    config.stash[_EARLIER] = set(_SHM.glob(_OF_MPI))
     # Orphaned grandchildren become children of this process, so that they are
     # found here instead of living on under init.
-    if sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     # Where the suite runs in the background (`&`, nohup) these are ignored, and
     # would be in every process that a test starts.
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -91,20 +84,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    _remove_segments_of_mpi(session.config)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["why_cold"] = WARM.why_cold
     WARM.close()
-
-
-def _remove_segments_of_mpi(config: pytest.Config) -> None:
-    left = set(_SHM.glob(_OF_MPI)) - config.stash[_EARLIER]
-    mapped = _mapped_by_others() if left else ""
-    for path in left:
-        # Of another job, maybe, that has made it just now.
-        with contextlib.suppress(FileNotFoundError):
-            if str(path) not in mapped and time.time() - path.stat().st_mtime > 60:
-                path.unlink()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -197,9 +179,8 @@ def _nothing_left_behind() -> Iterator[None]:
 def existing(*, before: bool = False) -> set[str]:
     """What a test could leave behind and exists now, described.
 
-    Args:
-        before: Mapped segments of which nothing is in memory needn't be among it, as
-            long as no test has left any.
+    `before` a test mapped segments of which nothing is in memory needn't be among it,
+    as long as no test has left any.
     """
     return {
         *_segments(before),
@@ -211,8 +192,6 @@ def existing(*, before: bool = False) -> set[str]:
 
 
 def _segments(before: bool) -> Iterator[str]:
-    if not _SHM.is_dir():
-        return
     found = [name for name in os.listdir(_SHM) if name.startswith("kerasdist")]
     # Other jobs of this machine have theirs, and rightly.
     others = _mapped_by_others() if found else ""
@@ -276,29 +255,23 @@ def _processes() -> Iterator[str]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Its children, and theirs."""
     try:
         # psutil would read a file of each process of the machine.
         lists = [
             (Path(f"/proc/{pid}/task") / thread / "children").read_text()
             for thread in os.listdir(f"/proc/{pid}/task")
         ]
-    except OSError:  # a thread or a process that has ended; or another system
-        return _descendants_by_parents(pid)
+    except OSError:  # a thread or a process that has ended
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return [p.pid for p in psutil.Process(pid).children(recursive=True)]
+        return []
     children = [int(child) for one in lists for child in one.split()]
     return [*children, *(one for child in children for one in _descendants(child))]
 
 
-def _descendants_by_parents(pid: int) -> list[int]:
-    try:
-        return [p.pid for p in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def _listeners() -> Iterator[str]:
     # psutil would read a table of all connections of the machine.
-    for fd in _descriptors():
+    for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             if not stat.S_ISSOCK(os.fstat(fd).st_mode):
                 continue
@@ -313,13 +286,6 @@ def _listeners() -> Iterator[str]:
             ):
                 host, port = found.getsockname()[:2]
                 yield f"listening socket {host}:{port}"
-
-
-def _descriptors() -> list[int]:
-    for folder in ("/proc/self/fd", "/dev/fd"):
-        if os.path.isdir(folder):
-            return [int(name) for name in os.listdir(folder)]
-    return []
 
 
 def _threads() -> Iterator[str]:

@@ -1,7 +1,5 @@
 """What a loss is, read from its graph: a mean over rows, a sum, or something else."""
 
-from __future__ import annotations
-
 import re
 
 import keras
@@ -114,13 +112,6 @@ def test_a_loss_is_told_by_its_graph(name, known):
 
     step.get_concrete_function()
     assert found == [expected]
-
-
-def test_an_eager_loss_has_rows_or_is_unknown():
-    kinds = LossKinds(tf.constant(4))
-    assert kinds.of(tf.ones([4])) == ROWS
-    assert kinds.of(tf.ones([3])) == OTHER
-    assert kinds.of(tf.ones([])) == OTHER
 
 
 SAID = (

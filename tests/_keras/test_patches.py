@@ -65,7 +65,6 @@ def test_a_hook_takes_what_its_targets_are_given(package, row):
 
 
 def page_tables() -> str:
-    """The part of the page that is made from the tables."""
     parts = []
     for name, table in (("Keras", of_keras.TABLE), ("TensorFlow", of_tensorflow.TABLE)):
         lines = [
@@ -159,8 +158,6 @@ def test_another_backend_is_refused_in_words(monkeypatch):
 
 
 class Owner:
-    """What is wrapped."""
-
     def __init__(self):
         self._rate = 1
 

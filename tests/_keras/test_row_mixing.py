@@ -1,7 +1,5 @@
 """Which functions of a batch compute each row by itself."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """What a user sees of an error: his own lines, not ours."""
 
-from __future__ import annotations
-
 import traceback
 
 import keras
@@ -74,16 +72,6 @@ def test_an_error_under_fit_ends_in_the_users_line(cause):
     assert ours == ["name_the_lost", "fit"][not placed :]
     assert len(names) <= 5 + placed
     strategy.close()
-
-
-def test_layers_without_a_placement_are_called_as_in_plain_keras():
-    _keras.uninstall()
-    plain = keras.layers.Layer.__call__
-    strategy = kerasdist.RingStrategy(["CPU:0"])
-    assert keras.layers.Layer.__call__ is plain
-    strategy.close()
-    kerasdist.ModelParallelStrategy({}, devices=["CPU:0"])
-    assert keras.layers.Layer.__call__ is not plain
 
 
 def test_all_frames_are_shown_to_who_asks():

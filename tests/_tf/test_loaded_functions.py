@@ -1,7 +1,5 @@
 """Functions of a SavedModel that was loaded in a strategy's scope."""
 
-from __future__ import annotations
-
 import pytest
 from scripts import PRELUDE
 

@@ -1,7 +1,5 @@
 """Facts about objects of others are known by identity, for as long as those exist."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

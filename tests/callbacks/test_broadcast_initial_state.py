@@ -1,7 +1,5 @@
 """BroadcastInitialState: all ranks begin with one rank's state."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """All of kerasdist's callbacks in one `fit` that loses its chief, twice."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,4 +1,4 @@
-"""Kinds of data."""
+"""Kinds of data; and gradients that are slices of a table."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers, ops
 
-from cases.training import CASES, CROSSENTROPY, Numbers, Scope, case, data, mlp, results
+from cases.training import (
+    CASES,
+    CLASSES,
+    CROSSENTROPY,
+    Numbers,
+    Scope,
+    case,
+    chain,
+    compiled_in,
+    data,
+    descend,
+    mlp,
+    numbers_of,
+    train,
+)
 
 
 def batches(
     dataset: Callable[[Any, Any], Any], **fit: Any
 ) -> Callable[[Scope], Numbers]:
     def run(scope: Scope) -> Numbers:
-        x, y = data()
-        keras.utils.set_random_seed(1)
-        with scope():
-            model = mlp()
-            model.compile(
-                keras.optimizers.SGD(0.1), **CROSSENTROPY, metrics=["accuracy"]
-            )
+        model = compiled_in(scope, mlp, **CLASSES)
         options = {"epochs": 2, "verbose": 0, **fit}
-        history = model.fit(dataset(x, y), **options)
-        numbers = {f"log {n}": v for n, v in history.history.items()}
-        # See `kinds_of_evaluate_and_predict`.
-        return {**numbers, **results(model, x, y, then=[])}
+        # The rest is in `kinds_of_evaluate_and_predict`.
+        return numbers_of(model, model.fit(dataset(*data()), **options))
 
     return run
 
@@ -91,17 +98,13 @@ class Sentences(keras.utils.PyDataset):
 
 @case
 def pydataset_of_sequences(scope: Scope) -> Numbers:
-    keras.utils.set_random_seed(1)
-    with scope():
+    def build() -> keras.Model:
         words, extra = keras.Input((None,), dtype="int64"), keras.Input((2,))
-        mean = keras.layers.GlobalAveragePooling1D()(
-            keras.layers.Embedding(9, 4)(words)
-        )
-        outputs = keras.layers.Dense(3)(keras.layers.Concatenate()([mean, extra]))
-        model = keras.Model({"words": words, "extra": extra}, outputs)
-        model.compile(
-            keras.optimizers.SGD(0.1), **CROSSENTROPY, weighted_metrics=["accuracy"]
-        )
+        mean = layers.GlobalAveragePooling1D()(layers.Embedding(9, 4)(words))
+        outputs = layers.Dense(3)(layers.Concatenate()([mean, extra]))
+        return keras.Model({"words": words, "extra": extra}, outputs)
+
+    model = compiled_in(scope, build, **CROSSENTROPY, weighted_metrics=["accuracy"])
     fit = {"epochs": 2, "verbose": 0, "shuffle": False}
     histories = [
         model.fit(
@@ -115,13 +118,9 @@ def pydataset_of_sequences(scope: Scope) -> Numbers:
         model.fit(Sentences(None), steps_per_epoch=3, **fit),
     ]
     evaluated = model.evaluate(Sentences(5, workers=3), verbose=0)
+    logs = {f"{i}": list(h.history.values()) for i, h in enumerate(histories)}
     return {
-        **{f"weight {i}": w for i, w in enumerate(model.get_weights())},
-        **{
-            f"log {i} {name}": values
-            for i, history in enumerate(histories)
-            for name, values in history.history.items()
-        },
+        **numbers_of(model, **logs),
         "evaluated": evaluated,
         "evaluated steps": model.evaluate(Sentences(None), steps=3, verbose=0),
         "predicted": model.predict(Sentences(5), verbose=0),
@@ -146,10 +145,7 @@ def distributed_dataset(scope: Scope) -> Numbers:
                 return dataset
             return tf.distribute.get_strategy().experimental_distribute_dataset(dataset)
 
-    keras.utils.set_random_seed(1)
-    with scope():
-        model = mlp()
-        model.compile(keras.optimizers.SGD(0.1), **CROSSENTROPY, metrics=["accuracy"])
+    model = compiled_in(scope, mlp, **CLASSES)
     history = model.fit(
         distribute(known(x, y)), validation_data=distribute(known(x, y)), verbose=0
     )
@@ -163,10 +159,7 @@ def distributed_dataset(scope: Scope) -> Numbers:
 @case
 def kinds_of_evaluate_and_predict(scope: Scope) -> Numbers:
     x, y = data()
-    keras.utils.set_random_seed(1)
-    with scope():
-        model = mlp()
-        model.compile(**CROSSENTROPY, metrics=["accuracy"], steps_per_execution=3)
+    model = compiled_in(scope, mlp, **CLASSES, steps_per_execution=3)
     numbers: Numbers = {}
     for name, kind in {
         "known": known,
@@ -178,3 +171,158 @@ def kinds_of_evaluate_and_predict(scope: Scope) -> Numbers:
     numbers["some"] = model.predict(known(x, y), steps=2, verbose=0)
     numbers["one"] = model.predict(x[:1], verbose=0)
     return numbers
+
+
+LENGTH = 5
+
+
+class Lookups(layers.Layer):
+    """Tables that are looked up by the batch's tokens, by constants, and by both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = layers.Embedding(30, 4)
+        self.positions = layers.Embedding(LENGTH, 4)
+        self.distances = layers.Embedding(LENGTH, 4)
+        self.kinds = layers.Embedding(2 * LENGTH, 4)
+
+    def call(self, x: Any) -> Any:
+        rows, length = ops.shape(x)
+        place = ops.arange(LENGTH)
+        distance = ops.abs(place[:, None] - place[None, :])
+        few = ops.convert_to_tensor([1, 7, 7, 2])
+        tiled = ops.tile(ops.arange(length)[None], [rows, 1])
+        return (
+            self.words(x)
+            + ops.mean(self.words(few), 0)
+            # As long as the sequence, which isn't known when this is traced.
+            + self.positions(ops.arange(length))
+            + ops.mean(self.distances(distance), (0, 1))
+            # Once for each row, beside once for all.
+            + self.kinds(tiled)
+            + ops.mean(self.kinds(ops.arange(LENGTH)), 0)
+        )
+
+
+def lookups() -> keras.Model:
+    inputs = keras.Input((None,), dtype="int64")
+    hidden = ops.tanh(Lookups()(inputs))
+    return keras.Model(inputs, layers.Dense(3)(ops.mean(hidden, 1)))
+
+
+def sentences(rows: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 30, (rows, LENGTH)), rng.integers(0, 3, rows)
+
+
+def unequal(scope: Scope, rows: int, of: int | None) -> Numbers:
+    """Train with batches of 7 sequences, of another length each.
+
+    Args:
+        scope: As of each case.
+        rows: How many there are in all.
+        of: How many rows TensorFlow knows each batch to have, if it does.
+    """
+    x, y = sentences(rows)
+
+    def batches() -> Iterator[Any]:
+        for number, start in enumerate(range(0, rows, 7)):
+            yield x[start : start + 7, : LENGTH - number], y[start : start + 7]
+
+    spec = (tf.TensorSpec((of, None), tf.int64), tf.TensorSpec((of,), tf.int64))
+
+    def clipping() -> Any:
+        return keras.optimizers.Adam(0.05, clipnorm=0.02)
+
+    model = compiled_in(scope, lookups, clipping, **CROSSENTROPY)
+    data = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    return numbers_of(model, model.fit(data, verbose=0))
+
+
+@case
+def slices_adam_clipnorm(scope: Scope) -> Numbers:
+    """Batches of sequences of unequal lengths."""
+    return unequal(scope, 17, None)
+
+
+@case
+def slices_of_known_rows(scope: Scope) -> Numbers:
+    """As many rows in each batch, and unequal lengths."""
+    return unequal(scope, 14, 7)
+
+
+def slices_case(name: str, optimizer: Callable[[], Any]) -> None:
+    def run(scope: Scope) -> Numbers:
+        return train(
+            scope,
+            lookups,
+            arrays=sentences(17),
+            compiled=lambda: {"optimizer": optimizer()},
+            fit={"batch_size": 7},
+            then=[],
+        )
+
+    CASES[f"slices_{name}"] = run
+
+
+slices_case("rmsprop", lambda: keras.optimizers.RMSprop(0.05, global_clipnorm=0.05))
+slices_case("adagrad", lambda: keras.optimizers.Adagrad(0.1))
+slices_case("momentum", lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+slices_case(
+    "accumulation", lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2)
+)
+slices_case(
+    "loss_scale",
+    lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.05), initial_scale=64.0
+    ),
+)
+
+
+@case
+def slices_of_sparse_input(scope: Scope) -> Numbers:
+    """A kernel's slices are summed over the batch already."""
+    rng = np.random.default_rng(0)
+    x = (rng.uniform(size=(21, 12)) > 0.7).astype("float32")
+    x[3] = 0
+    y = rng.integers(0, 3, 21)
+    model = compiled_in(
+        scope,
+        lambda: chain((12,), layers.Dense(3), sparse=True),
+        lambda: keras.optimizers.Adam(0.05, clipnorm=0.1),
+        **CROSSENTROPY,
+    )
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y)).batch(8)
+    return numbers_of(model, model.fit(data, epochs=2, verbose=0))
+
+
+@case
+def slices_in_a_loop(scope: Scope) -> Numbers:
+    """A loop of one's own: the sum over the replicas."""
+    x, y = sentences(12)
+    keras.utils.set_random_seed(1)
+    with scope():
+        strategy = tf.distribute.get_strategy()
+        model = lookups()
+        optimizer = keras.optimizers.Adam(0.05)
+        optimizer.build(model.trainable_variables)
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+        parts = strategy.experimental_distribute_dataset(data)
+
+    def step(batch: Any) -> None:
+        x, y = batch
+
+        def loss_of() -> Any:
+            logits = model(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y, logits, True)
+            return tf.reduce_sum(losses) / 4
+
+        descend(model, loss_of, optimizer)
+
+    @tf.function
+    def run(batch: Any) -> None:
+        strategy.run(step, args=(batch,))
+
+    for batch in parts:
+        run(batch)
+    return numbers_of(model)

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
-from cases.training import Numbers, Scope, case, data, mlp
+from cases.training import (
+    CROSSENTROPY,
+    Numbers,
+    Scope,
+    case,
+    chain,
+    compiled_in,
+    data,
+    mlp,
+    numbers_of,
+)
 
 _Step = Callable[[Any, Any, Any], Any]
 
 
 class Stepped(keras.Model):
-    """Trains by a function of the model and a batch, which returns logs."""
-
     def __init__(self, step: _Step, tokens: bool = False) -> None:
         super().__init__()
         self.step = step
-        self.first = keras.layers.Dense(6, activation="tanh")
-        self.table = keras.layers.Embedding(9, 5) if tokens else None
-        self.norm = keras.layers.BatchNormalization(synchronized=True)
-        self.second = keras.layers.Dense(3)
+        self.first = layers.Dense(6, activation="tanh")
+        self.table = layers.Embedding(9, 5) if tokens else None
+        self.norm = layers.BatchNormalization(synchronized=True)
+        self.second = layers.Dense(3)
 
     def call(self, x: Any, training: bool = False) -> Any:
         if self.table is not None:
@@ -36,7 +45,6 @@ class Stepped(keras.Model):
 
 
 def _taken(model: Any, x: Any, y: Any) -> Any:
-    """Return the weights, their gradients and the loss."""
     with tf.GradientTape() as tape:
         loss = model.compute_loss(x, y, model(x, training=True))
     weights = model.trainable_variables
@@ -182,33 +190,29 @@ STEPS: dict[str, _Step] = {
 
 
 def _train(
-    scope: Scope,
-    build: Callable[[], Any],
-    optimizer: Callable[[], Any],
-    **more: Any,
+    scope: Scope, build: Callable[[], Any], optimizer: Callable[[], Any], **more: Any
 ) -> Numbers:
     x, y = data(26)
-    keras.utils.set_random_seed(1)
-    with scope():
+
+    def called() -> Any:
         model = build()
         model(x[:1])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(optimizer(), loss, **more)
+        return model
+
+    model = compiled_in(scope, called, optimizer, **CROSSENTROPY, **more)
     # The rows of the last batch are divided unequally.
-    history = model.fit(x, y, batch_size=9, epochs=2, shuffle=False, verbose=0).history
-    logs = {f"log {name}": values for name, values in history.items()}
-    return {**logs, **{f"weight {i}": w for i, w in enumerate(model.get_weights())}}
+    fit = {"batch_size": 9, "epochs": 2, "shuffle": False, "verbose": 0}
+    return numbers_of(model, model.fit(x, y, **fit))
 
 
-def _all_of(scope: Scope, steps: dict[str, _Step], **more: Any) -> Numbers:
+def _all_of(scope: Scope, steps: Iterable[str], **more: Any) -> Numbers:
     found: Numbers = {}
-    for name, step in steps.items():
-        numbers = _train(
-            scope,
-            lambda step=step: Stepped(step),
-            lambda: keras.optimizers.SGD(0.2),
-            **more,
-        )
+    for name in steps:
+
+        def build(name: str = name) -> Any:
+            return Stepped(STEPS[name])
+
+        numbers = _train(scope, build, lambda: keras.optimizers.SGD(0.2), **more)
         found |= {f"{name}: {key}": value for key, value in numbers.items()}
     return found
 
@@ -221,24 +225,23 @@ MORE_CHANGES = ("normalized",)
 
 @case
 def changed_gradients(scope: Scope) -> Numbers:
-    return _all_of(scope, {n: STEPS[n] for n in CHANGES})
+    return _all_of(scope, CHANGES)
 
 
 @case
 def more_changed_gradients(scope: Scope) -> Numbers:
-    return _all_of(scope, {n: STEPS[n] for n in MORE_CHANGES})
+    return _all_of(scope, MORE_CHANGES)
 
 
 @case
 def gradients_of_other_things(scope: Scope) -> Numbers:
-    others = {n: s for n, s in STEPS.items() if n not in (*CHANGES, *MORE_CHANGES)}
-    return _all_of(scope, others)
+    return _all_of(scope, [n for n in STEPS if n not in (*CHANGES, *MORE_CHANGES)])
 
 
 @case
 def changed_gradients_of_eager_steps(scope: Scope) -> Numbers:
     chosen = ("clipped", "sharpness", "penalty", "in halves")
-    return _all_of(scope, {n: STEPS[n] for n in chosen}, run_eagerly=True)
+    return _all_of(scope, chosen, run_eagerly=True)
 
 
 @case
@@ -286,23 +289,23 @@ def upstream_gradients(scope: Scope) -> Numbers:
         return x, lambda upstream: tf.clip_by_value(upstream, -0.02, 0.02)
 
     def build() -> Any:
-        inputs = keras.Input((5,))
-        x = keras.layers.Lambda(limited)(keras.layers.Dense(4)(inputs))
-        return keras.Model(inputs, keras.layers.Dense(3)(x))
+        lambda_layer = layers.Lambda(limited)
+        return chain((5,), layers.Dense(4), lambda_layer, layers.Dense(3))
 
     found = _train(scope, build, lambda: keras.optimizers.SGD(0.5))
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         x = np.full((40, 2), 1e-3, "float32")
-        with scope():
-            model = keras.Sequential(
-                [keras.Input((2,)), keras.layers.Dense(1, use_bias=False)]
-            )
-            optimizer = keras.optimizers.LossScaleOptimizer(
+        model = compiled_in(
+            scope,
+            lambda: chain((2,), layers.Dense(1, use_bias=False)),
+            lambda: keras.optimizers.LossScaleOptimizer(
                 keras.optimizers.SGD(0.0), initial_scale=2.0**13, dynamic_growth_steps=1
-            )
-            model.compile(optimizer, "mse")
+            ),
+            "mse",
+        )
         model.fit(x, x[:, :1] * 9e3, batch_size=8, shuffle=False, verbose=0)
+        optimizer = model.optimizer
         found["loss scale"] = optimizer.dynamic_scale.numpy()
         found["updates"] = optimizer.inner_optimizer.iterations.numpy()
     finally:

@@ -8,8 +8,24 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
-from cases.training import CASES, CROSSENTROPY, Numbers, Scope, case, data, mlp, train
+from cases.training import (
+    CASES,
+    CROSSENTROPY,
+    Numbers,
+    Penalty,
+    Scope,
+    case,
+    chain,
+    compiled_in,
+    data,
+    descend,
+    mean_of_squares,
+    mlp,
+    numbers_of,
+    train,
+)
 
 
 def loss_case(name: str, loss: Callable[[], Any], **more: Any) -> None:
@@ -53,37 +69,22 @@ def class_weight(scope: Scope) -> Numbers:
 
 @case
 def regularization_and_add_loss(scope: Scope) -> Numbers:
-    class Penalty(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            self.add_loss(0.01 * keras.ops.mean(keras.ops.square(x)))
-            return x
-
     def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(
-                    7,
-                    kernel_regularizer=keras.regularizers.L2(0.1),
-                    activity_regularizer=keras.regularizers.L2(0.01),
-                ),
-                Penalty(),
-                keras.layers.Dense(3),
-            ]
+        l2 = keras.regularizers.L2
+        hidden = layers.Dense(
+            7, kernel_regularizer=l2(0.1), activity_regularizer=l2(0.01)
         )
+        return chain((5,), hidden, Penalty(mean_of_squares), layers.Dense(3))
 
     return train(scope, build, then=["evaluate"])
 
 
+def slow() -> dict[str, Any]:
+    return {"optimizer": keras.optimizers.SGD(0.01)}
+
+
 @case
 def number_per_row(scope: Scope) -> Numbers:
-    """Keras sums what `add_loss` is given, and a tape what it differentiates."""
-
-    class Penalty(keras.layers.Layer):
-        def call(self, x: Any) -> Any:
-            self.add_loss(0.01 * keras.ops.mean(keras.ops.square(x), -1))
-            return x
-
     class Own(keras.Model):
         def train_step(self, batch: Any) -> Any:
             x, y = batch
@@ -97,19 +98,15 @@ def number_per_row(scope: Scope) -> Numbers:
     def build(kind: Any) -> Callable[[], keras.Model]:
         def model() -> keras.Model:
             inputs = keras.Input((5,))
-            hidden = Penalty()(keras.layers.Dense(7)(inputs))
-            return kind(inputs, keras.layers.Dense(3)(hidden))
+            penalty = Penalty(lambda x: mean_of_squares(x, -1))
+            hidden = penalty(layers.Dense(7)(inputs))
+            return kind(inputs, layers.Dense(3)(hidden))
 
         return model
 
     numbers: Numbers = {}
     for kind in (keras.Model, Own):
-        found = train(
-            scope,
-            build(kind),
-            compiled=lambda: {"optimizer": keras.optimizers.SGD(0.01)},
-            then=["evaluate"],
-        )
+        found = train(scope, build(kind), compiled=slow, then=["evaluate"])
         numbers |= {f"{kind.__name__} {name}": n for name, n in found.items()}
     return numbers
 
@@ -151,8 +148,8 @@ def losses_of_one_number(scope: Scope) -> Numbers:
     # One model: each loss has an output, so weights, of its own.
     def build() -> keras.Model:
         inputs = keras.Input((5,))
-        hidden = keras.layers.Dense(7, activation="tanh")(inputs)
-        heads = {name: keras.layers.Dense(3, name=name)(hidden) for name in functions}
+        hidden = layers.Dense(7, activation="tanh")(inputs)
+        heads = {name: layers.Dense(3, name=name)(hidden) for name in functions}
         return keras.Model(inputs, heads)
 
     numbers = train(
@@ -178,7 +175,7 @@ def losses_of_one_number(scope: Scope) -> Numbers:
 def sums_in_add_loss(scope: Scope) -> Numbers:
     """Sums over rows, by themselves and beside means; ratios; and of weights."""
 
-    class Penalty(keras.layers.Layer):
+    class Sums(layers.Layer):
         def build(self, shape: Any) -> None:
             self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
 
@@ -192,21 +189,10 @@ def sums_in_add_loss(scope: Scope) -> Numbers:
             return x
 
     def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((5,)),
-                keras.layers.Dense(7, activity_regularizer="l2"),
-                Penalty(),
-                keras.layers.Dense(3),
-            ]
-        )
+        hidden = layers.Dense(7, activity_regularizer="l2")
+        return chain((5,), hidden, Sums(), layers.Dense(3))
 
-    return train(
-        scope,
-        build,
-        compiled=lambda: {"optimizer": keras.optimizers.SGD(0.01)},
-        then=["evaluate"],
-    )
+    return train(scope, build, compiled=slow, then=["evaluate"])
 
 
 @case
@@ -219,11 +205,9 @@ def losses_of_own_steps(scope: Scope) -> Numbers:
         def train_step(self, batch: Any) -> Any:
             x, y = batch
             target = keras.ops.one_hot(y, 3)
-            with tf.GradientTape() as tape:
-                p = self(x, training=True)
-                loss = self.loss_of(x, target, p)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
+            loss = descend(
+                self, lambda: self.loss_of(x, target, self(x, training=True))
+            )
             for metric in self.metrics:
                 metric.update_state(loss)
             return {
@@ -255,23 +239,24 @@ def losses_of_own_steps(scope: Scope) -> Numbers:
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
     kinds = ["sum", "average", "object", "function", "terms", "root"]
     of_known_size = ["average", "object"]
+
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        hidden = layers.Dense(4, activation="tanh")(inputs)
+        return Own(inputs, layers.Dense(3)(hidden))
+
     for kind in kinds + of_known_size:
-        keras.utils.set_random_seed(1)
-        with scope():
-            inputs = keras.Input((5,))
-            hidden = keras.layers.Dense(4, activation="tanh")(inputs)
-            model = Own(inputs, keras.layers.Dense(3)(hidden))
-            model.compile(keras.optimizers.SGD(0.01))
+        model = compiled_in(scope, build, lambda: keras.optimizers.SGD(0.01))
         model.kind = kind
-        if f"{kind} 0" in numbers:
+        if f"{kind} weight 0" in numbers:
             kind = f"{kind} of batches of a known size"
-            logs = model.fit(batches, verbose=0).history
-            del logs["rows"]  # the size is a number of Python's, a replica's own
+            history = model.fit(batches, verbose=0)
+            del history.history["rows"]  # a number of Python's, a replica's own
         else:
-            logs = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
-        numbers |= {f"{kind} {i}": w for i, w in enumerate(model.get_weights())}
-        for name, values in logs.items():
-            numbers[f"{kind} log {name}"] = np.array(tf.nest.flatten(values), "float64")
+            history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+        for name, found in numbers_of(model, history).items():
+            flat = np.array(tf.nest.flatten(found), "float64")
+            numbers[f"{kind} {name}"] = flat
     return numbers
 
 
@@ -284,45 +269,60 @@ def masked_sequence(scope: Scope) -> Numbers:
     y = rng.integers(0, 4, size=(21, 6))
 
     def build() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.Input((6,), dtype="int64"),
-                keras.layers.Embedding(20, 8, mask_zero=True),
-                keras.layers.GRU(8, return_sequences=True),
-                keras.layers.Dense(4),
-            ]
-        )
+        words = layers.Embedding(20, 8, mask_zero=True)
+        states = layers.GRU(8, return_sequences=True)
+        return chain((6,), words, states, layers.Dense(4), dtype="int64")
 
     return train(scope, build, arrays=(x, y), fit={"batch_size": 8})
+
+
+def two_heads(hidden: Callable[[Any], Any]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        inputs = keras.Input((5,))
+        heads = {"kind": 3, "size": 1}
+        features = hidden(inputs)
+        outputs = {n: layers.Dense(w, name=n)(features) for n, w in heads.items()}
+        return keras.Model(inputs, outputs)
+
+    return build
+
+
+def of_two_heads(**more: Any) -> dict[str, Any]:
+    return {
+        "loss": {"kind": CROSSENTROPY["loss"], "size": "mse"},
+        "metrics": {"kind": ["accuracy"], "size": ["mae"]},
+        **more,
+    }
 
 
 @case
 def several_outputs(scope: Scope) -> Numbers:
     x, y = data()
-
-    def build() -> keras.Model:
-        inputs = keras.Input((5,))
-        hidden = keras.layers.Dense(7, activation="tanh")(inputs)
-        return keras.Model(
-            inputs,
-            {
-                "kind": keras.layers.Dense(3, name="kind")(hidden),
-                "size": keras.layers.Dense(1, name="size")(hidden),
-            },
-        )
-
-    target = {"kind": y, "size": x.sum(1, keepdims=True)}
     numbers = train(
         scope,
-        build,
-        arrays=(x, target),
-        compiled=lambda: {
-            "loss": {"kind": CROSSENTROPY["loss"], "size": "mse"},
-            "loss_weights": {"kind": 1.0, "size": 0.3},
-            "metrics": {"kind": ["accuracy"], "size": ["mae"]},
-        },
+        two_heads(lambda x: layers.Dense(7, activation="tanh")(x)),
+        arrays=(x, {"kind": y, "size": x.sum(1, keepdims=True)}),
+        compiled=lambda: of_two_heads(loss_weights={"kind": 1.0, "size": 0.3}),
     )
     return comparable(numbers)
+
+
+@case
+def one_row_and_several_losses(scope: Scope) -> Numbers:
+    """Most replicas have no row to build the losses from."""
+
+    def hidden(inputs: Any) -> Any:
+        features = layers.Dense(7, kernel_regularizer="l2")(inputs)
+        return Penalty(mean_of_squares)(features)
+
+    x, y = data(3)
+    return train(
+        scope,
+        two_heads(hidden),
+        arrays=(x, {"kind": y, "size": x.sum(1)}),
+        compiled=of_two_heads,
+        fit={"batch_size": 1},
+    )
 
 
 @case

@@ -7,8 +7,18 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import layers
 
-from cases.training import Numbers, Scope, case, data
+from cases.training import (
+    CROSSENTROPY,
+    Numbers,
+    Scope,
+    case,
+    chain,
+    compiled_in,
+    data,
+    results,
+)
 
 K = keras.ops
 
@@ -201,7 +211,7 @@ class Welford(keras.metrics.Metric):
 
 
 class Extremes(keras.metrics.Metric):
-    """And the last batch's mean; `result` returns variables."""
+    """And the mean of the last batches; `result` returns variables."""
 
     def __init__(self) -> None:
         super().__init__(name="extremes")
@@ -231,9 +241,9 @@ def _trained(scope: Scope, functions: list[Any], **more: Any) -> Numbers:
     keras.utils.set_random_seed(1)
     with scope():
         inputs = keras.Input((5,))
-        features = keras.layers.Dense(4, activation="tanh")(inputs)
+        features = layers.Dense(4, activation="tanh")(inputs)
         outputs = {
-            function.__name__: keras.layers.Dense(
+            function.__name__: layers.Dense(
                 1, activation="sigmoid", name=function.__name__
             )(features)
             for function in functions
@@ -252,11 +262,8 @@ def _trained(scope: Scope, functions: list[Any], **more: Any) -> Numbers:
         )
     targets = dict.fromkeys(outputs, y)
     options = {"batch_size": 9, "verbose": 0}
-    history = model.fit(x, targets, epochs=2, shuffle=False, **options).history
-    found = {f"log {name}": values for name, values in history.items()}
-    evaluated = model.evaluate(x, targets, return_dict=True, **options)
-    found |= {f"evaluated {name}": value for name, value in evaluated.items()}
-    return {**found, **{f"weight {i}": w for i, w in enumerate(model.get_weights())}}
+    history = model.fit(x, targets, epochs=2, shuffle=False, **options)
+    return results(model, x, targets, history, 9, ["evaluate"])
 
 
 # One of each kind: a number made of pairs of rows, a number for each row that depends
@@ -286,7 +293,7 @@ def functions_that_mix_rows_in_eager_steps(scope: Scope) -> Numbers:
     return _trained(scope, [pearson, dice, root, by_share], run_eagerly=True)
 
 
-class Kept(keras.layers.Layer):
+class Kept(layers.Layer):
     """Counts rows and steps, and keeps extremes, a codebook's sums and a histogram."""
 
     def build(self, shape: Any) -> None:
@@ -327,13 +334,11 @@ class Kept(keras.layers.Layer):
 @case
 def state_of_layers(scope: Scope) -> Numbers:
     x, y = data(24)
-    keras.utils.set_random_seed(1)
-    with scope():
-        layer = Kept()
-        layers = [keras.layers.Dense(4), layer, keras.layers.Dense(3)]
-        model = keras.Sequential([keras.Input((5,)), *layers])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1), loss)
+
+    def build() -> keras.Model:
+        return chain((5,), layers.Dense(4), Kept(), layers.Dense(3))
+
+    model = compiled_in(scope, build, **CROSSENTROPY)
     found: Numbers = {}
     for number in range(2):
         history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)

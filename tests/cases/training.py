@@ -26,17 +26,66 @@ def data(rows: int = 51, features: int = 5, classes: int = 3) -> tuple[Any, Any]
     return x, (x @ rng.normal(size=(features, classes))).argmax(1).astype("int64")
 
 
+def chain(shape: Sequence[int | None], *layers: Any, **options: Any) -> keras.Model:
+    return keras.Sequential([keras.Input(shape, **options), *layers])
+
+
 def mlp(features: int = 5, classes: int = 3, **last: Any) -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.Input((features,)),
-            keras.layers.Dense(7, activation="tanh"),
-            keras.layers.Dense(classes, **last),
-        ]
-    )
+    hidden = keras.layers.Dense(7, activation="tanh")
+    return chain((features,), hidden, keras.layers.Dense(classes, **last))
+
+
+class Penalty(keras.layers.Layer):
+    """Adds to the loss a function of its inputs."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(self.function(x))
+        return x
+
+
+def mean_of_squares(x: Any, axis: int | None = None) -> Any:
+    return 0.01 * keras.ops.mean(keras.ops.square(x), axis)
 
 
 CROSSENTROPY = {"loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
+CLASSES = {**CROSSENTROPY, "metrics": ["accuracy"]}
+
+
+def descend(model: Any, loss_of: Callable[[], Any], optimizer: Any = None) -> Any:
+    """A step of a script's own, as most write it; returns the loss."""
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    weights = model.trainable_variables
+    (optimizer or model.optimizer).apply(tape.gradient(loss, weights), weights)
+    return loss
+
+
+def numbers_of(model: Any, history: Any = None, **more: Any) -> Numbers:
+    logs = history.history if history else {}
+    return {
+        **{f"weight {i}": w for i, w in enumerate(model.get_weights())},
+        **{f"log {name}": values for name, values in logs.items()},
+        **more,
+    }
+
+
+def compiled_in(
+    scope: Scope,
+    build: Callable[[], Any],
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.SGD(0.1),
+    *args: Any,
+    **more: Any,
+) -> Any:
+    """A model that is built and compiled in the scope, where optimizers belong, too."""
+    keras.utils.set_random_seed(1)
+    with scope():
+        model = build()
+        model.compile(optimizer(), *args, **more)
+    return model
 
 
 def train(
@@ -57,37 +106,26 @@ def train(
     keras.utils.set_random_seed(1)
     with scope():
         model = build()
-        model.compile(
-            **{
-                "optimizer": keras.optimizers.SGD(0.1, momentum=0.9),
-                **CROSSENTROPY,
-                "metrics": ["accuracy"],
-                **compiled(),
-            }
-        )
+        given = {"optimizer": keras.optimizers.SGD(0.1, momentum=0.9), **CLASSES}
+        model.compile(**{**given, **compiled()})
     fit = {"batch_size": 16, "epochs": 2, "shuffle": False, "verbose": 0, **(fit or {})}
     history = model.fit(x, y, **fit)
-    return {
-        **results(model, x, y, fit.get("batch_size"), then),
-        **{f"log {name}": values for name, values in history.history.items()},
-    }
+    return results(model, x, y, history, fit["batch_size"], then)
 
 
 def results(
     model: keras.Model,
     x: Any,
     y: Any,
-    batch_size: int | None = 16,
+    history: Any = None,
+    batch_size: int = 16,
     then: Sequence[str] = ("evaluate", "predict"),
 ) -> Numbers:
     options = {"batch_size": batch_size, "verbose": 0}
-    evaluated, predicted = {}, []
+    found = numbers_of(model, history)
     if "evaluate" in then:
-        evaluated = model.evaluate(x, y, return_dict=True, **options)
+        found["evaluated"] = model.evaluate(x, y, **options)
     if "predict" in then:
-        predicted = model.predict(x, **options)
-    return {
-        **{f"weight {i}": w for i, w in enumerate(model.get_weights())},
-        **{f"evaluated {name}": value for name, value in evaluated.items()},
-        **{f"predicted {i}": p for i, p in enumerate(tf.nest.flatten(predicted))},
-    }
+        predicted = tf.nest.flatten(model.predict(x, **options))
+        found |= {f"predicted {i}": part for i, part in enumerate(predicted)}
+    return found

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace
@@ -57,6 +55,8 @@ def test_no_settings_is_one_worker(environ):
 
 
 ALL = {"chief": ["c:1"], "worker": ["a:1", "b:1"], "ps": ["s:1", "s:2"]}
+# Of Kubeflow's operator.
+TFJOB = {"worker": [f"digits-worker-{i}.default.svc:2222" for i in (0, 1)]}
 OLD = {"master": ["c:1"], "worker": ["a:1", "b:1"]}
 WORKERS = ("c:1", "a:1", "b:1")
 
@@ -72,6 +72,7 @@ WORKERS = ("c:1", "a:1", "b:1")
         # A server is no worker, and an evaluator is a job of one.
         (ALL, task("ps", 1), None, WORKERS, "s:2"),
         (TWO | {"evaluator": ["e:1"]}, task("evaluator", 0), 0, (), None),
+        (TFJOB, task("worker", 1), 1, tuple(TFJOB["worker"]), TFJOB["worker"][1]),
     ],
 )
 def test_the_place_of_a_task(jobs, who, rank, workers, address):

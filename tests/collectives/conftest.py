@@ -1,7 +1,5 @@
 """A group of each kind."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Several arrays as if they were one; memory is used again when nobody has it."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A job that has failed gives back what it holds, also while a script keeps it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

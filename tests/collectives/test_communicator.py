@@ -1,7 +1,5 @@
 """The contract of communicators, on every implementation."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

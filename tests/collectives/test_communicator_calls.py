@@ -1,7 +1,5 @@
 """How communicators take calls: in sequence, from threads, wrong ones, when closed."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What communicators do when ranks don't call the same, don't come, or give up."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From a cluster to a connected job: the choice, and starts that end in the midst."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 

@@ -1,7 +1,5 @@
 """Slices of tables to all ranks, in one exchange, on every kind of group."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Ranks of a compressor, in threads: the two functions that it is given."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """The scaling board shows what compression saves, and what isn't sent yet."""
 
-from __future__ import annotations
-
 import pytest
 
 from board import Board, series

@@ -1,7 +1,5 @@
 """What each compressor does: oracles of linear algebra, traces, published bytes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

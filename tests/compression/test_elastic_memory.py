@@ -1,7 +1,5 @@
 """What compressors keep in a job that loses a worker: theirs is lost, no other's."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -155,27 +155,6 @@ def test_two_nodes_of_a_trainjob(two_hosts: Hosts) -> None:
     assert "weights bit-equal on all workers: True" in outputs[1]
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        {  # Vertex AI
-            "chief": ["cmle-training-workerpool0-1-0:2222"],
-            "worker": ["cmle-training-workerpool1-1-0:2222"],
-        },
-        {"worker": ["host0:2222", "host1:2222"]},  # Azure ML
-        {"worker": [f"digits-worker-{i}.default.svc:2222" for i in (0, 1)]},  # TFJob
-    ],
-)
-def test_settings_of_services_are_accepted(cluster: dict[str, list[str]]) -> None:
-    tasks = [(kind, i) for kind, some in cluster.items() for i in range(len(some))]
-    for rank, (kind, index) in enumerate(tasks):
-        task = {"type": kind, "index": index}
-        more = {"job": '{"worker_pool_specs": []}', "environment": "cloud"}
-        settings = json.dumps({"cluster": cluster, "task": task, **more})
-        place = resolve(environ={"TF_CONFIG": settings})
-        assert (place.rank, place.size) == (rank, 2)
-
-
 def test_the_settings_that_a_script_makes_on_sagemaker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

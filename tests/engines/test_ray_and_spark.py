@@ -155,8 +155,7 @@ def run_spark(*command: str | Path) -> str:
     if shutil.which("java") is None:
         pytest.skip("there is no java")
     with running(
-        *command,
-        env={"PYSPARK_PYTHON": f"{BIN}/python", "SPARK_LOCAL_IP": "127.0.0.1"},
+        *command, env={"PYSPARK_PYTHON": f"{BIN}/python", "SPARK_LOCAL_IP": "127.0.0.1"}
     ) as process:
         output, _ = process.communicate(timeout=bound(500))
     assert process.returncode == 0, output

@@ -1,7 +1,5 @@
 """kerasdist.layers: layers over several devices are the plain ones in all but place."""
 
-from __future__ import annotations
-
 import devices
 import pytest
 from devices import begin

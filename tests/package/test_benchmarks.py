@@ -16,7 +16,6 @@ FOLDER = ROOT / "benchmarks"
 
 
 def run(name: str, output: Path, *arguments: str) -> dict:
-    """Runs a benchmark; returns its results."""
     command = (sys.executable, FOLDER / name / "run.py", "--quick")
     output_of(*command, "--output", output, *arguments)
     text = (output / "output.txt").read_text(encoding="utf-8")
@@ -77,7 +76,6 @@ def test_gpu_check_on_parts_of_the_cpu(tmp_path):
 
 
 def test_the_chart_shows_the_output():
-    """README's picture is made from what the benchmark has measured."""
     code = runpy.run_path(str(FOLDER / "fit" / "chart.py"))
     measured = FOLDER.joinpath("fit", "output.txt").read_text("utf-8")
     shown = code["CHART"].read_text("utf-8")
@@ -86,30 +84,23 @@ def test_the_chart_shows_the_output():
 
 # Of each benchmark its arguments, and what must hold of its results.
 BENCHMARKS = {
+    **{
+        name: []
+        for name in (
+            *("wire", "heartbeats", "membership", "memory_startup", "compression"),
+            *("local_steps", "balance", "overlap", "server_throughput", "pipeline"),
+            *("placement_memory", "planning_time", "chief_data", "epoch_check"),
+            *("local_replicas", "board_cost"),
+        )
+    },
     "all_reduce": ["--columns", "memcpy", "shared_memory", "tcp"],
-    "wire": [],
     "growth": ["--only", "workers", "--no-strategy"],
-    "heartbeats": [],
-    "membership": [],
-    "memory_startup": [],
     "fit": ["--models", "cnn", "--columns", "plain", "two workers"],
-    "compression": [],
-    "local_steps": [],
-    "balance": [],
-    "overlap": [],
-    "server_throughput": [],
     "server_steps": ["--models", "digits", "--columns", "RingStrategy", "async"],
     "straggler": ["--columns", "sync", "free"],
     "staleness": ["--strategies", "s=0"],
     "placed_overhead": ["--models", "cnn", "--columns", "placed"],
     "embedding_rows": ["--columns", "rows", "whole"],
-    "placement_memory": [],
-    "planning_time": [],
-    "pipeline": [],
-    "chief_data": [],
-    "epoch_check": [],
-    "local_replicas": [],
-    "board_cost": [],
 }
 HOLDS = {
     # Ranks that move on get nothing but the header and the tag.

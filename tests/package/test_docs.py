@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 import zipfile
@@ -19,7 +18,6 @@ from soak import but_soak
 from kerasdist import cli, errors
 from kerasdist.cluster import resolve
 from kerasdist.collectives.connect import TRANSPORTS
-from pace import bound
 from places import ROOT
 from workers import Workers, free_ports, output_of
 
@@ -44,21 +42,16 @@ def read(name: str) -> str:
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def indented(text: str) -> list[str]:
-    """The indented lines, in which commands stand."""
     return [line[4:] for line in text.splitlines() if line.startswith("    ")]
 
 
 def anchor(heading: str) -> str:
     """The name of a heading in a link, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-
-
-# Links.
 
 
 def test_links_lead_somewhere_and_every_page_is_linked():
@@ -80,9 +73,6 @@ def test_links_lead_somewhere_and_every_page_is_linked():
     assert {page for page in pages if page.is_file()} - linked == set()
 
 
-# Code.
-
-
 def test_python_compiles():
     for name in DOCUMENTS:
         for code in blocks(read(name), "python"):
@@ -91,7 +81,6 @@ def test_python_compiles():
 
 @functools.cache
 def change() -> tuple[str, str]:
-    """The script of README before and after the change."""
     (diff,) = blocks(README, "diff")
     assert blocks(read("docs/index.md"), "diff") == [diff]
     lines = [line or " " for line in diff.splitlines()]
@@ -102,7 +91,6 @@ def change() -> tuple[str, str]:
 
 
 def trained(script: Path, size: int) -> list[str]:
-    """What each worker of a script prints."""
     with Workers(script, size, deadline=150) as job:
         return [finished.output for finished in job.succeed()]
 
@@ -143,6 +131,7 @@ def test_the_script_of_a_migration_trains_and_saves(page, tmp_path):
     assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 
+@pytest.mark.soak
 def test_the_custom_loop_gives_the_same_on_all_workers():
     first, second = trained(ROOT / "examples" / "custom_loop.py", 2)
     losses = re.findall(r"rank \d of 2: loss (\S+)$", first + second, re.MULTILINE)
@@ -151,11 +140,7 @@ def test_the_custom_loop_gives_the_same_on_all_workers():
     assert float(losses[0]) < 0.01
 
 
-# Commands and settings.
-
-
 def commands() -> list[list[str]]:
-    """Every `kerasdist ...` that stands in a document, as a shell splits it."""
     found = []
     for name in DOCUMENTS:
         text = read(name)
@@ -171,7 +156,6 @@ def commands() -> list[list[str]]:
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
-    """The options of a command."""
     with pytest.raises(SystemExit, match=r"^0$"):
         cli.main([command, "--help"])
     text = capsys.readouterr().out.partition("options:")[2]
@@ -206,9 +190,6 @@ def test_transports_and_exceptions_are_those_that_exist():
     assert {"ClusterError", "WorkerLost"} <= named <= set(errors.__all__)
 
 
-# Names.
-
-
 def test_every_target_is_explained():
     phony = re.findall(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)
     explained = re.findall(r"(?:`(?:make )?|make )([\w-]+)", read("CONTRIBUTING.md"))
@@ -238,11 +219,7 @@ def test_the_glossary_has_the_words_of_contributing():
     assert words <= set(re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.M))
 
 
-# Messages: as they are today.
-
-
 def message(kind: str) -> str:
-    """The message of an exception that the pages show."""
     pages = README + FAILURES
     found = set(re.findall(rf"^kerasdist\.errors\.{kind}: (.*)$", pages, re.MULTILINE))
     (text,) = found
@@ -323,9 +300,6 @@ def test_kubernetes_names_fit_together():
     assert "KERASDIST_SECRET" in env
 
 
-# Slurm.
-
-
 def test_slurm_environment_resolves_as_the_table_says():
     text = read("docs/slurm.md")
     (block,) = blocks(text, "env")
@@ -359,9 +333,6 @@ def test_slurm_script_hands_a_secret_and_its_arguments_to_srun(tmp_path):
     assert first.endswith(" python train.py --epochs 5\n")
 
 
-# Settings.
-
-
 def test_every_environment_variable_is_explained():
     used = set()
     for folder in ("kerasdist", "callbacks"):
@@ -380,15 +351,6 @@ def test_two_hosts_of_this_machine():
     first, second = re.findall(r"rank \d of 2: weights (\w+)", output)
     assert first == second
     assert "weights bit-equal on all workers: True" in output
-
-
-def test_two_hosts_says_what_it_needs():
-    script = ["bash", ROOT / "examples/two_hosts.sh", "alpha"]
-    done = subprocess.run(
-        script, capture_output=True, text=True, timeout=bound(30), check=False
-    )
-    assert done.returncode == 2
-    assert "two host names. Received: alpha" in done.stderr
 
 
 def test_the_questions_of_contributing_are_answered_by_files_that_exist():

@@ -1,7 +1,5 @@
 """The tree of exceptions, and how they cross process boundaries."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re
@@ -64,7 +62,3 @@ def test_worker_lost_says_who_where_when_why_and_what_to_do():
         ": it was frozen. The other workers go on without it. A new process with its "
         "task may join them."
     )
-
-
-def test_startup_error_has_the_reason_of_each_missing_rank():
-    assert errors.StartupError("a", {1: "b"}).missing == {1: "b"}

@@ -1,7 +1,5 @@
 """Figures of README and docs are those that the benchmarks have printed."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

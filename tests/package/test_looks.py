@@ -6,8 +6,6 @@ test breaks when code is changed that does the same as before. `MOST` may only b
 less: give a class a public attribute or an argument if a test needs one.
 """
 
-from __future__ import annotations
-
 import re
 
 from places import ROOT

@@ -28,7 +28,7 @@ from places import ROOT
 from workers import python_env
 
 # Of each kind of block what is copied first.
-SOME = ("README.md", "docs/tls.md", "docs/cloud.md", "docs/checkpoints.md")
+SOME = ("README.md", "docs/tls.md")
 MOST_MARKS = 30
 FENCE = "`" * 3
 BLOCK = re.compile(

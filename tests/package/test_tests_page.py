@@ -1,7 +1,5 @@
 """The table of real tests is true: each test that it names runs in `make test`."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The pages that follow a gradient, a batch and a failure through the functions."""
 
-from __future__ import annotations
-
 import pytest
 
 from places import ROOT, SCRIPTS_PATH

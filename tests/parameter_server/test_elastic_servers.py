@@ -1,7 +1,5 @@
 """Real workers that servers connect continue when workers or servers are lost."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Layouts: everything is somewhere once, bytes are even, all tasks agree."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

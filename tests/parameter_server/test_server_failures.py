@@ -1,7 +1,5 @@
 """Real processes of workers and servers are killed, stopped and started again."""
 
-from __future__ import annotations
-
 import json
 import signal
 

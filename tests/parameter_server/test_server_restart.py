@@ -1,7 +1,5 @@
 """A server is killed and started again: it goes on, and so do the workers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

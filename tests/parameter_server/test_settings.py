@@ -1,7 +1,5 @@
 """Settings: all faults at once, what tasks compare, and what can't be connected."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

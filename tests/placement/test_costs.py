@@ -1,7 +1,5 @@
 """What layers cost at a batch size and a number of micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 
 from kerasdist.placement.partition import LayerCost, ModelCost, Run, TensorCost

@@ -1,7 +1,5 @@
 """The order of micro-batches on each device, as edges of a graph; and the visits."""
 
-from __future__ import annotations
-
 from kerasdist.placement.micro_batch_order import (
     MicroBatch,
     Operation,
@@ -199,26 +197,6 @@ def visits_of(graph):
     ]
 
 
-def test_a_device_has_a_visit_for_each_micro_batch():
-    g = Graph()
-    x = g.add("", before=True)
-    x0, x1 = g.mark(0, x), g.mark(1, x)
-    a0 = g.add("A", x0)
-    b0 = g.add("B", a0)
-    done = g.add("A", a0, orders=True, works=False)
-    a1 = g.add("A", x1, done)
-    b1 = g.add("B", a1)
-    loss = g.add("B", b0, b1)
-
-    assert visits_of(g) == [
-        ("A", 0, [((x0,), (a0,))], (a0,)),
-        ("B", 0, [((a0,), (b0,))], (b0,)),
-        ("A", 1, [((x1, done), (a1,))], (a1,)),
-        ("B", 1, [((a1,), (b1,))], (b1,)),
-        ("B", None, [((b0, b1), (loss,))], (loss,)),
-    ]
-
-
 def test_what_begins_when_a_visit_is_over():
     g = Graph()
     x = g.add("", before=True)
@@ -250,13 +228,3 @@ def test_what_begins_when_a_visit_is_over():
     assert not any(find_next(g.nodes, visits * 101, 9))
     # What overlaps counts once.
     assert union_length([(4, 6), (1, 5), (2, 3)]) == 5
-
-
-def test_edges_may_go_back():
-    """As those do by which micro-batches are put in order."""
-    g = Graph()
-    x = g.add("", before=True)
-    g.add("A", x, 2)
-    a = g.add("A", x)
-
-    assert visits_of(g) == [("A", None, [((0,), (a,))], (1,))]

@@ -1,7 +1,5 @@
 """GPipe's schedule, its bubble, and its picture."""
 
-from __future__ import annotations
-
 from kerasdist.placement.micro_batch_order import Pipeline
 
 

@@ -26,7 +26,6 @@ import pytest
 import kerasdist
 from kerasdist import errors
 from kerasdist.run_function.launcher import (
-    RemoteError,
     read_error,
     read_result,
     write_error,
@@ -193,15 +192,18 @@ def test_elastic_jobs_have_errors_in_the_places_of_results() -> None:
                 sys.exit(3)
             case 3:
                 os.kill(os.getpid(), signal.SIGKILL)
+            case 4:
+                raise LookupError(threading.Lock())
         return [threading.Lock()]
 
-    first, *errors_ = kerasdist.run(function, 5, elastic=True)
+    first, *errors_ = kerasdist.run(function, 6, elastic=True)
     assert first == "result"
     expected = [
         (r"The function failed in rank 1: .*_Odd: a b\. ", None),
         (r"The function failed in rank 2: SystemExit: 3\. ", SystemExit),
         (r"The process of rank 3 was ended by signal SIGKILL", None),
-        (r"The result of rank 4 can't be pickled: TypeError: ", TypeError),
+        (r"The function failed in rank 4: LookupError: <unlocked", None),
+        (r"The result of rank 5 can't be pickled: TypeError: ", TypeError),
     ]
     for error, (words, cause) in zip(errors_, expected, strict=True):
         assert isinstance(error, errors.FunctionError)
@@ -345,19 +347,6 @@ def test_a_value_and_its_absence(file: IO[bytes]) -> None:
     assert read_result(file) == ({"a": [1, 2]},)
     file.truncate(file.seek(0, 2) - 1)
     assert read_result(file) is None
-
-
-def test_an_error_that_cannot_be_pickled(file: IO[bytes]) -> None:
-    try:
-        raise LookupError("made", threading.Lock())
-    except LookupError as error:
-        write_error(file.fileno(), "call", error)
-    found = read_result(file)
-    assert isinstance(found, RemoteError)
-    assert found == read_error(file)
-    assert found.message.startswith("LookupError: ('made', <unlocked")
-    assert 'raise LookupError("made", threading.Lock())' in found.traceback
-    assert found.exception() is None
 
 
 def test_an_error_after_the_disk_was_full(file: IO[bytes]) -> None:

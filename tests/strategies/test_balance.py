@@ -1,7 +1,5 @@
 """Rows by measured speed: the numbers are those of one process with any division."""
 
-from __future__ import annotations
-
 import math
 
 import keras

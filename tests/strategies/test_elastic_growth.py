@@ -1,7 +1,5 @@
 """A job that begins with some of its workers, and grows in `fit`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from elastic_jobs import BEGIN

@@ -1,7 +1,5 @@
 """A worker that is started again joins a running `fit`: numbers of one process."""
 
-from __future__ import annotations
-
 import signal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`fit` on SIGTERM to workers: they leave, and the numbers are those of one process."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -3,8 +3,6 @@
 SOAK_KILLS is the number of workers that are killed; a tenth as many are frozen.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The options of an elastic job, and what is refused with it."""
 
-from __future__ import annotations
-
 import pytest
 
 import kerasdist

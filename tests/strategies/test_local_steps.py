@@ -1,7 +1,5 @@
 """Local steps: oracles, what is sent, and what the rest of Keras sees."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """`ModelParallelStrategy`: what it is given, and what it refuses."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

@@ -3,8 +3,6 @@
 What one process does without them is in `test_ring_strategy.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """`kerasdist.plan` and `kerasdist plan`."""
 
-from __future__ import annotations
-
 import json
 import sys
 import textwrap

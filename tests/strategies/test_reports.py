@@ -1,7 +1,5 @@
 """Scripts of people who train on several workers: what they report, in one job."""
 
-from __future__ import annotations
-
 import pytest
 from scripts import PRELUDE
 

@@ -1,7 +1,5 @@
 """What a user sees when something breaks while `fit` runs: real processes."""
 
-from __future__ import annotations
-
 import functools
 import signal
 import time

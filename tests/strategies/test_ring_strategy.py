@@ -3,8 +3,6 @@
 What one process does alike with parameter servers is tested with both strategies.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -12,28 +12,22 @@ from scripts import PRELUDE
 
 from workers import Workers
 
-__all__ = ["BEFORE", "DIGESTS", "OPTIMIZERS", "SCRIPT", "SETUP", "job", "run"]
-
+o = keras.optimizers
 # Each keeps something of its own, or changes what is sent.
 OPTIMIZERS = {
-    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-    "decay": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
-    "clipping": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
-    "average": lambda: keras.optimizers.SGD(
+    "sgd": lambda: o.SGD(0.1, momentum=0.9),
+    "adam": lambda: o.Adam(0.01),
+    "decay": lambda: o.AdamW(0.01, weight_decay=0.1),
+    "clipping": lambda: o.SGD(0.1, global_clipnorm=0.1),
+    "average": lambda: o.SGD(
         0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
     ),
-    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3),
-    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
-        keras.optimizers.SGD(0.1)
-    ),
-    "schedule": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    ),
+    "accumulation": lambda: o.SGD(0.1, gradient_accumulation_steps=3),
+    "loss_scale": lambda: o.LossScaleOptimizer(o.SGD(0.1)),
+    "schedule": lambda: o.SGD(o.schedules.ExponentialDecay(0.1, 2, 0.5)),
     # Keras asks for the number of the step here, and not of the update.
-    "schedule_accumulation": lambda: keras.optimizers.SGD(
-        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5),
-        gradient_accumulation_steps=3,
+    "schedule_accumulation": lambda: o.SGD(
+        o.schedules.ExponentialDecay(0.1, 2, 0.5), gradient_accumulation_steps=3
     ),
 }
 

@@ -1,7 +1,5 @@
 """What `ScalingTensorBoard` has written, read back by TensorBoard."""
 
-from __future__ import annotations
-
 import math
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -23,16 +24,6 @@ _START = 60.0  # seconds until TensorBoard listens
 _SHOWN = 90  # seconds until a page shows what it should, see `bound`
 
 
-def browser_missing() -> str | None:
-    """Why there's no browser to look with; None if there is one."""
-    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
-    try:
-        import selenium  # noqa: F401
-    except ImportError:
-        missing.append("selenium")
-    return f"there is no {' and no '.join(missing)}" if missing else None
-
-
 def need(reason: str | None, remedy: str) -> None:
     """Skip the test if there's a reason to; in CI that's a failure."""
     if reason is None:
@@ -44,8 +35,10 @@ def need(reason: str | None, remedy: str) -> None:
 
 
 def need_browser() -> None:
-    """Skip the test if there's no browser."""
-    need(browser_missing(), "Debian, Ubuntu: chromium, chromium-driver")
+    missing = [name for name in ("chromium", "chromedriver") if not shutil.which(name)]
+    missing += [] if importlib.util.find_spec("selenium") else ["selenium"]
+    reason = f"there is no {' and no '.join(missing)}" if missing else None
+    need(reason, "Debian, Ubuntu: chromium, chromium-driver")
 
 
 def tensorboard_python() -> str:
@@ -92,7 +85,6 @@ def tensorboard(folder: Path, python: str = sys.executable) -> Iterator[str]:
 
 @contextlib.contextmanager
 def chromium(folder: Path) -> Iterator[Any]:
-    """A real Chromium without a window."""
     from selenium import webdriver
     from selenium.webdriver.chrome.options import Options
     from selenium.webdriver.chrome.service import Service
@@ -122,7 +114,6 @@ def chromium(folder: Path) -> Iterator[Any]:
 
 
 def wait_for(what: str, look: Callable[[], Any]) -> Any:
-    """What `look` finds, as soon as it finds something."""
     end = time.monotonic() + bound(_SHOWN)
     while True:
         found = look()

@@ -11,18 +11,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-__all__ = ["Authority"]
-
 
 @dataclasses.dataclass(kw_only=True)
 class Authority:
-    """A CA, which writes certificates to a folder.
-
-    Attributes:
-        folder: Where.
-        name: Its name, which its files begin with.
-    """
-
     folder: Path
     name: str = "ca"
 
@@ -48,16 +39,7 @@ class Authority:
         purposes: tuple[x509.ObjectIdentifier, ...] = (),
         ca: Path | None = None,
     ) -> str:
-        """Writes a certificate and its key; returns what KERASDIST_TLS is set to.
-
-        Args:
-            name: What its files begin with.
-            valid: Until when from now on; negative if it has expired.
-            begins: From when on, likewise.
-            password: What its key is encrypted with.
-            purposes: Its extended key usage.
-            ca: Whom the task trusts; by default this CA.
-        """
+        """Writes a certificate and its key; returns what KERASDIST_TLS is set to."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = self._builder(key, _named(name), valid, begins)
         if purposes:

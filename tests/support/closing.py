@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
-__all__ = ["Closing"]
-
-_Self = TypeVar("_Self")
+import contextlib
+from typing import Any
 
 
-class Closing:
+class Closing(contextlib.AbstractContextManager[Any]):
     """Closed at the end of a `with` statement, also after a failure."""
-
-    def close(self) -> None:
-        """End what this holds."""
-        raise NotImplementedError
-
-    def __enter__(self: _Self) -> _Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

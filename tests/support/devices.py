@@ -7,22 +7,16 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from scripts import PRELUDE
+
 from sessions import Session
 from workers import Workers
 
-__all__ = ["CLASSIFIER", "TWO_LAYERS", "begin", "run", "running"]
-
 _BEGIN = """
-import contextlib, json, os, re, signal, sys, tempfile, time
-import numpy as np
-import tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * DEVICES)
-import keras
+import re, tempfile
 from keras import layers
-import kerasdist
 
+logical_devices(DEVICES)
 numpy = keras.ops.convert_to_numpy
 
 def refused(call, error=ValueError):
@@ -33,14 +27,8 @@ def refused(call, error=ValueError):
     raise SystemExit("it wasn't refused")
 
 def message(call, *args, **kwargs):
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-def result(value):
-    print("RESULT", json.dumps(value), flush=True)
+    found = error_of(lambda: call(*args, **kwargs))
+    return found and ": ".join(found)
 """
 
 # What jobs of several workers train, whatever their models' layers are.
@@ -69,7 +57,7 @@ PREDICTED = 3  # among the numbers
 
 def begin(devices: int) -> str:
     """What a script begins with: imports, so many devices, and how it tells results."""
-    return _BEGIN.replace("DEVICES", str(devices))
+    return PRELUDE + _BEGIN.replace("DEVICES", str(devices))
 
 
 @contextlib.contextmanager
@@ -80,7 +68,6 @@ def running(setup: str) -> Iterator[Callable[[str], Any]]:
 
 
 def run(setup: str, body: str) -> Any:
-    """The result of a script in a process of its own."""
     with Workers(setup + textwrap.dedent(body), 1, deadline=150) as job:
         return job.succeed()[0].result
 

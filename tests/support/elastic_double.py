@@ -18,25 +18,13 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_extended import ElasticData
 
-__all__ = ["ElasticDouble"]
-
 
 class ElasticDouble:
     """The changes of membership of one strategy.
 
-    Args:
-        strategy: The strategy, before its first model.
-
-    Attributes:
-        epoch: The number of the present membership.
-        joining: False, because no worker joins.
-        changes: None of the members.
-        finished, finished_before: Numbers of collectives, which aren't counted.
-        fail_at: The numbers of the collectives that fail instead of being run, counted
-            from 0 over all sections; a repeated one has another number.
-        count: How many collectives have begun in sections.
-        sections: Of each section, the number of its first collective, and whether it
-            was left with an error.
+    `fail_at`: the numbers of the collectives that fail instead of being run, counted
+    from 0 over all sections; a repeated one has another number. `sections`: of each
+    section the number of its first collective, and whether it was left with an error.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -47,16 +35,11 @@ class ElasticDouble:
         self._inside = self._failed = False
         facets = strategy.extended.kerasdist
         hooks = facets.hooks
+        given = {"initial_state": "check", "shard": "rows", "compression": None}
         data = ElasticData(
             strategy.extended,
             hooks.timer,
-            Options(
-                initial_state="check",
-                shard="rows",
-                data="same",
-                bucket_size=25_000_000,
-                compression=None,
-            ),
+            Options(**given, data="same", bucket_size=25_000_000),
             hooks.log_once,
         )
         facets.hooks = dataclasses.replace(hooks, elastic=self, data=data)
@@ -73,19 +56,10 @@ class ElasticDouble:
     def ask(self) -> tuple[bool, bool]:
         return False, False
 
-    def admit(self) -> bool:
-        return False
-
     is_newcomer = is_fixed = False
-
-    def finish_joining(self) -> None:
-        raise RuntimeError("no worker joins")
 
     def publish(self, name: str, value: Any) -> None:
         pass
-
-    def join(self) -> None:
-        raise RuntimeError("no worker joins")
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:

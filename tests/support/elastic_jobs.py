@@ -12,20 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from moments import Fault, dumps
+from scripts import PRELUDE
 
 from places import SCRIPTS_PATH
 from workers import Workers
 
-__all__ = ["BEGIN", "differences", "fail_on", "lossy_job"]
-
 # What scripts of elastic jobs begin with: their data, and a model for these.
-BEGIN = """
-import json, os, signal, sys, time
-import numpy as np
-import keras
-import tensorflow as tf
-import kerasdist
-
+BEGIN = (
+    PRELUDE
+    + """
 alone = "TF_CONFIG" not in os.environ
 me = 0 if alone else int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 random = np.random.default_rng(0)
@@ -52,6 +47,7 @@ def whole(model):
     return np.concatenate([w.numpy().ravel() for w in model.weights]).tolist()
 
 """
+)
 
 # Of a process that was frozen: seconds until it ends, once it runs again.
 _END = 30.0
@@ -73,16 +69,6 @@ def lossy_job(
     The script writes a pickled dictionary of arrays to `f"{sys.argv[1]}{rank}"`, where
     `rank` is the one at the start. All survivors' numbers must be the same bits, and
     the lost ones must not have written any.
-
-    Args:
-        script: The script; it installs `moments`.
-        size: How many workers.
-        faults: The signals; each rank that is named must be lost.
-        path: Where the script writes.
-        args: More arguments of the script.
-        env: Environment variables on top.
-        deadline: Seconds until the job must have ended.
-        servers: How many parameter servers; the script must use `STRATEGY` then.
     """
     lost = {fault.rank: fault.signum for fault in faults}
     survivors = [rank for rank in range(size) if rank not in lost]
@@ -130,7 +116,6 @@ def lossy_job(
 
 
 def differences(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Return what differs between numbers by more than rounding."""
     if ours.keys() != expected.keys():
         return [f"{sorted(ours)} instead of {sorted(expected)}"]
     faults = []
@@ -143,6 +128,5 @@ def differences(ours: Mapping[str, Any], expected: Mapping[str, Any]) -> list[st
 
 
 def fail_on(faults: Sequence[str]) -> None:
-    """Fail the test if there are differences."""
     if faults:
         pytest.fail("\n".join(faults), pytrace=False)

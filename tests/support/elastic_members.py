@@ -16,8 +16,6 @@ from typing import Any
 
 from workers import Finished, Workers
 
-__all__ = ["check", "start"]
-
 SCRIPT = """
 import functools, json, os, signal, sys, threading, time
 import numpy as np
@@ -171,17 +169,6 @@ def start(
     more: dict[str, Any] | None = None,
     **options: Any,
 ) -> Workers:
-    """Starts a job.
-
-    Args:
-        size: How many workers.
-        servers: How many servers connect them.
-        ends: Who sends itself a signal: its rank, the turn and the signal.
-        before: What each process does before it connects.
-        handover: Whether the workers are given their listening sockets.
-        more: Other arguments of `Workers`.
-        options: What the script looks for.
-    """
     return Workers(
         SCRIPT.replace("# BEFORE\n", before),
         size,
@@ -194,12 +181,7 @@ def start(
 
 
 def check(finished: Finished, first: int | list[int]) -> list[list[int]]:
-    """Each result is that of some members; returns these, each set once, in order.
-
-    Args:
-        finished: A worker that has ended.
-        first: The members of the beginning, or how many these are.
-    """
+    """Each result is that of some members; returns these, each set once, in order."""
     found = finished.result["found"]
     seen = [list(range(first)) if isinstance(first, int) else first]
     for number, (turn, sums, every, root, ranks, rank) in enumerate(found):

@@ -35,26 +35,6 @@ from pace import bound
 from waiting import wait_until
 from workers import free_ports
 
-__all__ = [
-    "KINDS",
-    "LAYOUTS",
-    "Group",
-    "Ranks",
-    "addresses_of",
-    "close_all",
-    "cluster_on",
-    "connect_all",
-    "connections",
-    "each_kind",
-    "in_threads",
-    "join",
-    "nothing_stays_open",
-    "open_sockets",
-    "outcomes",
-    "socket_mesh",
-    "socket_ring",
-]
-
 # On which host each rank is, for groups of workers on several hosts.
 LAYOUTS = ("aa", "ab", "aab", "abb", "abab", "abc", "abcab")
 # One or two of each implementation, with an odd and an even number of ranks.
@@ -95,7 +75,6 @@ def in_threads(
 def outcomes(
     count: int, work: Callable[[int], Any], timeout: float = 60.0
 ) -> list[Any]:
-    """As `in_threads`, but returns exceptions instead of raising them."""
     results: list[Any] = [None] * count
 
     def run(rank: int) -> None:
@@ -121,11 +100,7 @@ def outcomes(
 def connections(
     pair: Sequence[socket.socket] | None = None,
 ) -> tuple[Connection, Connection]:
-    """Both ends of a connection, as after a handshake.
-
-    Args:
-        pair: Two connected sockets; by default new Unix ones.
-    """
+    """Both ends of a connection, as after a handshake."""
     first, second = socket.socketpair() if pair is None else pair
     one, other = os.urandom(32), os.urandom(32)
     return (
@@ -162,14 +137,12 @@ def socket_mesh(size: int) -> list[SocketTransport]:
 
 
 def cluster_on(addresses: Sequence[str], rank: int) -> Cluster:
-    """The place of `rank` among workers at these addresses."""
     return Cluster(
         rank=rank, size=len(addresses), workers=tuple(addresses), task_index=rank
     )
 
 
 def addresses_of(size: int) -> list[str]:
-    """Addresses of `size` workers on this machine, at free ports."""
     return [f"127.0.0.1:{port}" for port in free_ports(size)]
 
 
@@ -190,7 +163,6 @@ def join(
 
 
 def close_all(things: Sequence[Any]) -> None:
-    """Closes all at once, as the ranks of a group do."""
     in_threads(len(things), lambda rank: things[rank].close())
 
 
@@ -236,7 +208,6 @@ def _threads_left() -> list[str]:
 
 
 def open_sockets() -> int:
-    """How many file descriptors of sockets and segments this process has."""
     count = 0
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -261,28 +232,13 @@ class Ranks(Closing):
         return in_threads(len(members), lambda rank: work(members[rank]), timeout)
 
     def outcomes(self, work: Callable[[Any], Any], timeout: float = 60.0) -> list[Any]:
-        """As `run`, but returns exceptions instead of raising them."""
         members = self.members
         return outcomes(len(members), lambda rank: work(members[rank]), timeout)
 
 
 class Group(Ranks):
-    """Communicators of one group, by rank. Use it in a `with` statement.
-
-    Args:
-        kind: One of `KINDS`'s, or a layout: each rank's host as a letter.
-        size: Number of ranks.
-        timeout: Seconds that a collective may take.
-        heartbeat: Seconds of silence after which a rank is lost, if connected.
-    """
-
     def __init__(
-        self,
-        kind: str,
-        size: int,
-        *,
-        timeout: float = 20.0,
-        heartbeat: float = 10.0,
+        self, kind: str, size: int, *, timeout: float = 20.0, heartbeat: float = 10.0
     ) -> None:
         self.size = size
         self.jobs: list[Job] = []
@@ -320,7 +276,6 @@ class Group(Ranks):
         self.members = self.communicators
 
     def close(self) -> None:
-        """Closes all ranks at once."""
         close_all(self.jobs or self.communicators)
         if self._servers is not None:
             self._servers.close()

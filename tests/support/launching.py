@@ -6,8 +6,6 @@
 Scripts begin with `PRELUDE`. When the block ends no process of the job is left.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty
@@ -24,16 +22,6 @@ import psutil
 from pace import bound
 from waiting import wait_until
 from workers import TAG, kill_tagged, python_env
-
-__all__ = [
-    "HANG",
-    "PRELUDE",
-    "Launcher",
-    "Terminal",
-    "launcher_in",
-    "terminals_of",
-    "wait_until_said",
-]
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -101,15 +89,6 @@ class Launcher:
         return [*self.prefix, sys.executable, *begin, self.verb, *map(str, args)]
 
     def start(self, *args, script=None, quick=False, before="", **more):
-        """Start it.
-
-        Args:
-            args: What follows `kerasdist run`.
-            script: Makes `script.py` of it.
-            quick: Whether it ends tasks ten times as soon.
-            before: What the launcher's process runs first, on one line.
-            more: For `subprocess.Popen`.
-        """
         more = {"stdin": subprocess.DEVNULL, "start_new_session": True, **more}
         process = subprocess.Popen(
             self.command(*args, script=script, quick=quick, before=before),
@@ -132,7 +111,6 @@ class Launcher:
         return process
 
     def run(self, *args, script=None, within=60.0, **more):
-        """Run to the end; return the code, standard output, and standard error."""
         process = self.start(*args, script=script, **more)
         out, err = process.communicate(timeout=bound(within))
         return process.returncode, out, err
@@ -146,7 +124,6 @@ class Launcher:
         return process.returncode, out, err
 
     def wait_for(self, *names):
-        """Wait until the workers have made these files; return their texts."""
         wait_until(lambda: all((self.folder / n).exists() for n in names), names)
         return [(self.folder / name).read_text() for name in names]
 
@@ -157,8 +134,6 @@ class Launcher:
         return list((self.folder / "tmp").iterdir())
 
     def nothing_runs(self, within=30.0):
-        """Wait until no process of the job is alive."""
-
         def gone():
             return not any(_is_ours(p, self.tag) for p in psutil.process_iter())
 

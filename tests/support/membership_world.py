@@ -1,8 +1,9 @@
 """Workers that agree on epochs, in one thread, with lines of memory.
 
 A `World` has processes with a membership machine each, lines between them, and a
-training job whose steps have two collectives. What happens is an operation, a tuple;
-`membership_schedules` has lists of them. One that can't be done is left out.
+training job whose steps have two collectives. What happens is an operation, a tuple; a
+schedule is a list of them: `run` draws one from a seed. One that can't be done is left
+out.
 
     deliver a b   the first message of the line from a to b
     again a b     the last message that came from a to b comes once more, some time
@@ -25,8 +26,8 @@ that is a quorum trains.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kerasdist.collectives.elastic.consensus import PaxosParticipant
@@ -59,6 +60,7 @@ Operation = tuple[Any, ...]  # a name, and numbers of processes
 
 COLLECTIVES = 2  # of a step
 ROUNDS = 8  # of time-outs, until progress without failures
+_EVENTS = {"timeout": Timeout(), "giveup": GiveUp(), "leave": Leave()}
 # Why a process has stopped that starts again.
 REJOINING = (StopReason.EXCLUDED, StopReason.NO_ELDER)
 
@@ -68,8 +70,6 @@ class Violation(AssertionError):
 
 
 class Process:
-    """A process, its machine, and the results of its steps."""
-
     def __init__(self, machine: PaxosParticipant) -> None:
         self.machine = machine
         self.me = machine.me
@@ -83,13 +83,6 @@ class Process:
     def epoch(self) -> tuple[int, tuple[Member, ...]] | None:
         decision = self.machine.decision
         return (decision.epoch.number, decision.epoch.members) if decision else None
-
-
-def _key(process: Process) -> tuple[object, ...]:
-    values = vars(process.machine).values()
-    return tuple(
-        tuple(value.items()) if isinstance(value, dict) else value for value in values
-    )
 
 
 class World:
@@ -123,8 +116,9 @@ class World:
     # Operations.
 
     def do(self, operation: Operation) -> bool:
-        """Do it; return whether it could be done."""
         name, *args = operation
+        if name in _EVENTS:
+            return self._simple(*args, _EVENTS[name])
         return bool(getattr(self, f"_{name}")(*args))
 
     def _living(self, n: int) -> Process | None:
@@ -227,15 +221,6 @@ class World:
             return False
         self.call(process, Silent(other.me))
         return True
-
-    def _timeout(self, a: int) -> bool:
-        return self._simple(a, Timeout())
-
-    def _giveup(self, a: int) -> bool:
-        return self._simple(a, GiveUp())
-
-    def _leave(self, a: int) -> bool:
-        return self._simple(a, Leave())
 
     def _simple(self, a: int, event: Event) -> bool:
         process = self._living(a)
@@ -394,19 +379,6 @@ class World:
                 if theirs and theirs != decision and self._operable(theirs):
                     raise Violation(f"two groups: {epoch}; {theirs.epoch}")
 
-    def key(self) -> object:
-        """A hashable value that is the same for worlds that can't be told apart."""
-        return (
-            tuple(
-                (n, each.alive, each.frozen, each.done, len(each.results), _key(each))
-                for n, each in self.processes.items()
-            ),
-            tuple(
-                sorted((key, tuple(line)) for key, line in self.lines.items() if line)
-            ),
-            tuple(tuple(sorted(each.items())) for each in self.begun.values()),
-        )
-
     def living(self) -> list[Process]:
         return [each for each in self.processes.values() if each.alive]
 
@@ -435,11 +407,7 @@ class World:
     # Progress.
 
     def settle(self, apart: Iterable[int] = ()) -> str:
-        """Without further failures: all but those `apart` reach each other.
-
-        Returns:
-            "trains", or "stops" if no group is a quorum.
-        """
+        """Without further failures: all but those `apart` reach each other."""
         apart = {n for n in apart if n in self.processes}
         for process in self.processes.values():
             process.frozen = process.alive and process.me.id in apart
@@ -491,11 +459,10 @@ class World:
             self.must(len(set(results)) == 1, f"different results: {results}")
             return True
         for process in active:
-            if process.machine.suspended:
-                self.call(process, Timeout())
+            suspended = process.machine.suspended
+            self.call(process, Timeout())
+            if suspended:
                 self._quiet()
-            else:
-                self.call(process, Timeout())
         return False
 
     def _ended(self, process: Process, other: Process) -> bool:
@@ -550,18 +517,150 @@ class World:
                 raise Violation(f"no progress: {present} are a quorum of {decision}")
 
 
-def clone(world: World) -> World:
-    """Return an independent copy."""
-    other = copy.copy(world)
-    other.processes = {}
-    for n, process in world.processes.items():
-        twin = copy.copy(process)
-        twin.machine = copy.copy(process.machine)
-        twin.results = dict(process.results)
-        other.processes[n] = twin
-    other.lines = {key: list(line) for key, line in world.lines.items()}
-    other.last, other.stray = dict(world.last), list(world.stray)
-    other.cuts, other.gone = set(world.cuts), set(world.gone)
-    other.begun = {key: dict(value) for key, value in world.begun.items()}
-    other.counts = dict(world.counts)
-    return other
+# Schedules: drawn from seeds.
+
+# How many workers a schedule starts with, and how many operations it has.
+SIZES = (2, 3, 3, 4, 4, 5, 5)
+LENGTHS = (40, 80, 160)
+
+_ALWAYS = {"deliver": 40.0, "work": 8.0}
+_SOMETIMES = {
+    "look": 6.0,
+    "silent": 1.0,
+    "split": 2.0,
+    "unite": 1.0,
+    "timeout": 4.0,
+    "kill": 1.0,
+    "freeze": 2.0,
+    "thaw": 2.0,
+    "cut": 1.0,
+    "heal": 1.0,
+    "break": 2.0,
+    "stray": 4.0,
+    "again": 1.5,
+    "join": 2.0,
+    "apply": 3.0,
+    "leave": 0.3,
+    "giveup": 0.05,
+}
+
+
+def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation]:
+    """Yield operations that fit the world's state; do each before the next one.
+
+    Each schedule leaves out some kinds of them, and favours others ("swarm testing",
+    Groce et al., 2012); some of its lines are slow.
+    """
+    spares = len(world.processes) + chance.choice((0, 1, 2))
+    weights = dict(_ALWAYS)
+    for name, weight in _SOMETIMES.items():
+        weights[name] = weight * chance.choice((0, 1, 1, 3))
+    names, sums, total = list(weights), [], 0.0
+    for weight in weights.values():
+        sums.append(total := total + weight)
+    slow: dict[tuple[int, int], bool] = {}
+    slowness = chance.choice((0, 0.2, 0.5))
+    strike = chance.choice((0, 0.2, 0.6))
+    epochs = 0
+    for name in chance.choices(names, cum_weights=sums, k=length):
+        if epochs < world.counts["epochs"]:
+            # One is in a new epoch, the others may not have heard of it.
+            epochs = world.counts["epochs"]
+            if chance.random() < strike:
+                yield from _strike(world, chance, world.latest)
+        if name == "deliver" and not world.lines:
+            yield "work", chance.choice(list(world.processes))
+        elif name == "deliver":
+            line = chance.choice(list(world.lines))
+            if line not in slow:
+                slow[line] = chance.random() < slowness
+            if slow[line] and chance.random() < 0.9:
+                continue
+            yield name, *line
+        elif name == "break":
+            if world.lines:
+                yield name, *chance.choice(list(world.lines))
+        elif name == "again":
+            if world.last:
+                yield name, *chance.choice(list(world.last))
+        elif name == "stray":
+            if world.stray:
+                yield name, chance.randrange(len(world.stray))
+        elif name == "join":
+            yield name, chance.randrange(max(spares, 1))
+        else:
+            everyone = list(world.processes)
+            a, b = chance.choice(everyone), chance.choice(everyone)
+            if name in ("cut", "heal", "silent"):
+                yield name, a, b
+            elif name == "look":
+                yield from _look(world, a)
+            elif name == "split":
+                side = {n for n in everyone if chance.random() < 0.5}
+                for x in side:
+                    for y in world.processes.keys() - side:
+                        yield "cut", x, y
+            elif name == "unite":
+                for x, y in sorted(world.cuts):
+                    yield "heal", x, y
+            else:
+                yield name, a
+
+
+def _strike(world: World, chance: random.Random, a: int) -> Iterator[Operation]:
+    if (name := chance.choice(("kill", "freeze", "cut"))) == "cut":
+        for b in world.processes:
+            if b != a and chance.random() < 0.7:
+                yield name, a, b
+    else:
+        yield name, a
+    for b in list(world.processes):
+        if chance.random() < 0.5:
+            yield from _look(world, b)
+
+
+def _look(world: World, a: int) -> Iterator[Operation]:
+    for b, other in list(world.processes.items()):
+        if not other.alive or other.me.incarnation:
+            yield "dead", a, b
+        if other.alive and (other.frozen or not world.reaches(a, b)):
+            yield "silent", a, b
+
+
+def run(
+    seed: int | str,
+    *,
+    sizes: tuple[int, ...] = SIZES,
+    machine: type[PaxosParticipant] = PaxosParticipant,
+    before: Sequence[Operation] = (),
+) -> tuple[World, str]:
+    """Run the schedule of a seed, then `settle`."""
+    world, apart = _start(seed, sizes, machine)
+    size, done = len(world.processes), []
+    chance = random.Random(f"{seed} schedule")
+    try:
+        for operation in before:
+            done.append(operation)
+            world.do(operation)
+        for operation in draw(world, chance, chance.choice(LENGTHS)):
+            done.append(operation)
+            world.do(operation)
+        return world, world.settle(apart)
+    except Violation as violation:
+        lines = "\n".join(" ".join(map(str, each)) for each in done)
+        raise Violation(
+            f"{violation}\nseed {seed!r}, {size} workers, at last apart {apart}:\n"
+            f"{lines}"
+        ) from None
+
+
+def _start(
+    seed: int | str, sizes: tuple[int, ...], machine: type[PaxosParticipant]
+) -> tuple[World, set[int]]:
+    chance = random.Random(f"{seed} start")
+    size = chance.choice(sizes)
+    min_workers = 2 if chance.random() < 0.1 else 1
+    apart: set[int] = set()
+    if chance.random() < 0.5:
+        apart = {n for n in range(size) if chance.random() < 0.35}
+    return World(size, min_workers=min_workers, machine=machine), apart

@@ -24,8 +24,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Fault", "Moments", "dumps", "happen", "install"]
-
 _CALLBACKS = (
     "on_train_begin",
     "on_train_end",
@@ -48,14 +46,10 @@ _COLLECTIVES = ("all_reduce", "all_gather", "exchange_rows", "broadcast", "barri
 class Fault:
     """A signal that a worker sends itself.
 
-    Attributes:
-        rank: The worker's rank at the start.
-        at: The name of the moment.
-        number: How often the moment has happened then, this time included.
-        after: How many collectives begin after the moment and before the signal; with
-            0 it's sent at once, with 1 at the beginning of the next collective.
-        delay: Seconds from there to the signal, while the worker continues.
-        signum: The signal.
+    `rank` is the worker's at the start, `at` the name of the moment, `number` how often
+    it has happened then, this time included. `after`: how many collectives begin after
+    the moment and before the signal; with 0 it's sent at once, with 1 at the beginning
+    of the next collective. `delay`: seconds from there on, while the worker continues.
     """
 
     rank: int
@@ -67,18 +61,10 @@ class Fault:
 
 
 def dumps(faults: Sequence[Fault]) -> str:
-    """Return faults as text, for the environment variable `FAULTS`."""
     return json.dumps([dataclasses.asdict(fault) for fault in faults])
 
 
 class Moments:
-    """The moments of this process, and its faults.
-
-    Args:
-        faults: Those of all workers.
-        rank: This worker's rank.
-    """
-
     def __init__(self, faults: Sequence[Fault], rank: int) -> None:
         self._waiting = [fault for fault in faults if fault.rank == rank]
         # Each with the number of collectives that remain.
@@ -86,7 +72,6 @@ class Moments:
         self.counts: Counter[str] = Counter()
 
     def happen(self, name: str) -> None:
-        """Count a moment; send the signals that are due."""
         self.counts[name] += 1
         if name == "collective":
             self._counting = [(fault, rest - 1) for fault, rest in self._counting]
@@ -113,7 +98,6 @@ _installed: list[Moments] = []
 
 
 def happen(name: str) -> None:
-    """Count a moment that the script reports."""
     for moments in _installed:
         moments.happen(name)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import time
 
-__all__ = ["bound", "calibrate", "slowness"]
-
 _VARIABLE = "TESTS_SLOWNESS"
 # Seconds that `_work` takes on an idle core of the machine that bounds were chosen on.
 _USUAL = 0.055

@@ -10,15 +10,12 @@ our own beside them. Arguments: names of classes below. Prints
 where an outcome is "passed", "skipped", or the traceback.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
 import sys
 import unittest
 
-import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import strategy_test_lib
@@ -45,8 +42,6 @@ class TwoDevices(
     strategy_test_lib.DistributionTestBase,
     strategy_test_lib.TwoDeviceDistributionTestBase,
 ):
-    """What TensorFlow asks of a strategy with two devices."""
-
     devices = _DEVICES
 
     # These need more than a strategy: TensorFlow's tests give it so.
@@ -71,19 +66,6 @@ class TwoDevices(
             [[i, i + 1] for i in range(0, 10, 2)],
         )
 
-    def _test_input_fn_iterator_with_callable(self, strategy):
-        def make():
-            data = tf.data.Dataset.from_tensor_slices([i // 2 for i in range(20)])
-            return tf.compat.v1.data.make_one_shot_iterator(data).get_next
-
-        self._test_input_fn_iterator(
-            strategy.make_input_fn_iterator(self._input_fn(make)),
-            strategy.extended.worker_devices,
-            [[i, i] for i in range(10)],
-            test_reinitialize=False,
-            ignore_order=True,
-        )
-
     def _input_fn(self, make):
         return self._input_fn_to_test_input_context(
             make,
@@ -100,8 +82,10 @@ class Contract(tf.test.TestCase):
 
     def _run(self, strategy, fn, *args, graph):
         """What each replica's `fn` returns, as numpy arrays per replica."""
-        replicas = (lambda: strategy.run(fn, args=args)) if args else None
-        replicas = replicas or (lambda: strategy.run(fn))
+
+        def replicas():
+            return strategy.run(fn, args=args)
+
         made = (tf.function(replicas) if graph else replicas)()
         local = tf.nest.map_structure(strategy.experimental_local_results, made)
         return self.evaluate(local)
@@ -110,18 +94,6 @@ class Contract(tf.test.TestCase):
         return strategy.experimental_distribute_values_from_function(
             lambda ctx: values[ctx.replica_id_in_sync_group]
         )
-
-    def _test_all_reduce_of_a_nest(self, strategy, run_in_function=False):
-        def replica():
-            ctx = tf.distribute.get_replica_context()
-            number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
-            ints = tf.fill([2], ctx.replica_id_in_sync_group)
-            return ctx.all_reduce("sum", {"a": number, "b": [ints, number * [[3.0]]]})
-
-        made = self._run(strategy, replica, graph=run_in_function)
-        self.assertAllEqual(made["a"], [3, 3])
-        self.assertAllEqual(made["b"][0], [[1, 1]] * 2)
-        self.assertAllEqual(made["b"][1], [[[9]]] * 2)
 
     def _test_all_reduce_of_slices(self, strategy, run_in_function=False):
         def replica():
@@ -233,19 +205,6 @@ class Contract(tf.test.TestCase):
         with pytest.raises(ValueError, match="non-DistributedValues"):
             strategy.reduce(SUM, tf.constant(3.0), axis=None)
 
-    def _test_partial_batches(self, strategy, run_in_function=False):
-        data = strategy.experimental_distribute_dataset(
-            tf.data.Dataset.range(7).batch(4)
-        )
-
-        def step(batch):
-            return strategy.reduce(
-                SUM, strategy.run(lambda x: x, args=(batch,)), axis=0
-            )
-
-        step = tf.function(step) if run_in_function else step
-        self.assertAllEqual([step(batch) for batch in data], [0 + 1 + 2 + 3, 4 + 5 + 6])
-
     def _test_batches_in_a_function(self, strategy):
         data = strategy.experimental_distribute_dataset(
             tf.data.Dataset.range(8).batch(2)
@@ -272,130 +231,6 @@ class Contract(tf.test.TestCase):
             return strategy.reduce(SUM, strategy.run(tf.shape, (batch,)), axis=None)
 
         self.assertAllEqual([total(batch) for batch in data], [[4, 6]] * 2)
-
-    def _test_datasets_per_replica(self, strategy):
-        data = strategy.distribute_datasets_from_function(
-            lambda ctx: tf.data.Dataset.range(6).batch(
-                ctx.get_per_replica_batch_size(4)
-            ),
-            tf.distribute.InputOptions(experimental_fetch_to_device=False),
-        )
-        seen = [strategy.experimental_local_results(batch) for batch in data]
-        self.assertAllEqual(seen[0], [[0, 1], [2, 3]])
-        self.assertAllEqual(seen[1][0], [4, 5])
-
-    def _test_dataset_of_arrays(self, strategy):
-        x = np.arange(12).reshape(6, 2)
-        with strategy.scope():
-            data = strategy.extended.experimental_make_numpy_dataset((x, x[:, 0]))
-        batches = strategy.make_dataset_iterator(data.batch(4, drop_remainder=True))
-        a, b = strategy.experimental_run(lambda batch: batch, batches)
-        self.assertAllEqual(tf.concat(strategy.experimental_local_results(a), 0), x[:4])
-        self.assertAllEqual(
-            tf.concat(strategy.experimental_local_results(b), 0), x[:4, 0]
-        )
-
-    def _test_run_with_options(self, strategy):
-        made = strategy.run(
-            tf.function(lambda x: x + 1),
-            args=(tf.constant(1),),
-            options=tf.distribute.RunOptions(
-                experimental_enable_dynamic_batch_size=False
-            ),
-        )
-        self.assertAllEqual(strategy.experimental_local_results(made), [2, 2])
-
-    def _test_local_results(self, strategy):
-        assert strategy.experimental_local_results(3) == (3,)
-        value = self._differing(strategy, "a", "b")
-        assert strategy.experimental_local_results(value) == ("a", "b")
-        with strategy.scope():
-            variable = tf.Variable(1.0)
-        assert len(strategy.experimental_local_results(variable)) == 2
-
-    def _test_variable_written_in_replicas(self, strategy, run_in_function=False):
-        kinds = {
-            tf.VariableAggregation.SUM: 3,
-            tf.VariableAggregation.MEAN: 1.5,
-            tf.VariableAggregation.ONLY_FIRST_REPLICA: 1,
-        }
-        for kind, expected in kinds.items():
-            with strategy.scope():
-                variable = tf.Variable(5.0, aggregation=kind)
-
-            def replica(variable=variable):
-                ctx = tf.distribute.get_replica_context()
-                number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
-                variable.assign(number)
-                variable.assign_add(number)
-                variable.assign_sub(number)
-                return variable.read_value()
-
-            seen = self._run(strategy, replica, graph=run_in_function)
-            self.assertAllEqual(seen, [expected] * 2)
-            self.assertAllEqual(variable, expected)
-
-    def _test_variable_synced_on_read(self, strategy, run_in_function=False):
-        on_read = tf.VariableSynchronization.ON_READ
-        kinds = {
-            tf.VariableAggregation.SUM: (3, 7),
-            tf.VariableAggregation.MEAN: (1.5, 7),
-            tf.VariableAggregation.ONLY_FIRST_REPLICA: (1, 7),
-        }
-        for kind, (expected, assigned) in kinds.items():
-            with strategy.scope():
-                variable = tf.Variable(0.0, synchronization=on_read, aggregation=kind)
-
-            def replica(variable=variable):
-                ctx = tf.distribute.get_replica_context()
-                number = tf.cast(ctx.replica_id_in_sync_group, tf.float32) + 1
-                return variable.assign_add(number)
-
-            self._run(strategy, replica, graph=run_in_function)
-            self.assertAllEqual(variable.read_value(), expected)
-            variable.assign(7.0)
-            self.assertAllEqual(variable.read_value(), assigned)
-
-    def _test_update(self, strategy):
-        with strategy.scope():
-            variable = tf.Variable(1.0)
-            change = self._differing(strategy, tf.constant(2.0), tf.constant(2.0))
-            strategy.extended.update(variable, lambda v, x: v.assign_add(x), (change,))
-        self.assertAllEqual(
-            strategy.experimental_local_results(variable.read_value()), [3]
-        )
-        for local in strategy.experimental_local_results(variable):
-            self.assertAllEqual(local, 3)
-
-    def _test_merge_call(self, strategy, run_in_function=False):
-        def merge(strategy, x):
-            return strategy.reduce(SUM, x, axis=None)
-
-        def replica():
-            ctx = tf.distribute.get_replica_context()
-            return ctx.merge_call(merge, args=(ctx.replica_id_in_sync_group + 1,))
-
-        # One object on all replicas, hence one result.
-        self.assertAllEqual(self._run(strategy, replica, graph=run_in_function), [3])
-
-    def _test_values_that_do_not_regroup(self, strategy):
-        def replica():
-            ctx = tf.distribute.get_replica_context()
-            return [1] * int(tf.get_static_value(ctx.replica_id_in_sync_group))
-
-        with pytest.raises(AssertionError):
-            strategy.run(replica)
-
-    def _test_creators_of_variables(self, strategy):
-        seen = []
-
-        def creator(next_creator, **kwargs):
-            seen.append(kwargs.get("name"))
-            return next_creator(**kwargs)
-
-        with strategy.scope(), tf.variable_creator_scope(creator):
-            tf.Variable(1.0, name="one")
-        assert seen == ["one"]
 
     def _test_checkpoint(self, strategy):
         path = os.path.join(self.get_temp_dir(), "checkpoint")
@@ -463,8 +298,6 @@ class OneDevice(
     strategy_test_lib.DistributionTestBase,
     strategy_test_lib.OneDeviceDistributionTestBase,
 ):
-    """What TensorFlow asks of a strategy with one device."""
-
     devices = _DEVICES[:1]
 
 
@@ -495,8 +328,6 @@ def start():
 
 
 def outcome(base, graph, name, arguments, strategy_class):
-    """Run one method in a TestCase of its own."""
-
     class Case(base):
         def runTest(self):
             strategy = strategy_class(self.devices)

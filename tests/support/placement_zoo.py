@@ -21,40 +21,24 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-__all__ = [
-    "COUNTS",
-    "ZOO",
-    "Kind",
-    "misplaced",
-    "misplaced_variables",
-    "moved_into_updates",
-    "numbers",
-    "placement",
-    "plain_numbers",
-    "run_metadata",
-]
-
 ROWS = 10
 BATCH = 4  # the last batch has 2 rows
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """One kind of model.
 
-    Attributes:
-        build: Makes the model, given a function that enters a stage by its number.
-        data: Arguments of `fit`, without numbers of epochs and rows.
-        compile: Arguments of `compile`; called in the scope.
-        by_rows: Whether a batch's gradient is the mean of its rows' gradients: not if
-            rows are normalized together, or numbers are drawn per batch.
-        staged: Whether stages place it, instead of patterns.
-        exact: Whether its numbers are the same bits wherever it is. Where operations
-            of one layer and the next are on one device, the runtime may fuse them.
+    `build` makes the model; with `staged` it's given a function that enters a stage by
+    its number, and stages place it instead of patterns. `data`: arguments of `fit`.
+    `compile`: those of `compile`, made in the scope. `by_rows`: a batch's gradient is
+    the mean of its rows' gradients; not if rows are normalized together, or numbers are
+    drawn per batch. `exact`: its numbers are the same bits wherever it is; where
+    operations of one layer and the next are on one device, the runtime may fuse them.
     """
 
-    build: Callable[[Callable[[int], Any]], Any]
-    data: Callable[[], dict[str, Any]]
+    build: Callable[..., Any]
+    data: dict[str, Any]
     compile: Callable[[], dict[str, Any]]
     by_rows: bool = True
     staged: bool = False
@@ -62,7 +46,6 @@ class Kind:
 
 
 def placement(kind: Kind, devices: list[str]) -> dict[str, str]:
-    """The placement of a kind of model on some devices."""
     if kind.staged:
         return {}
     return {f"on{i}_[^/]*": devices[min(i, len(devices) - 1)] for i in range(3)}
@@ -71,22 +54,20 @@ def placement(kind: Kind, devices: list[str]) -> dict[str, str]:
 def numbers(
     kind: Kind, scope: Callable[[], Any], stage: Callable[[int], Any]
 ) -> dict[str, Any]:
-    """Train, evaluate and predict; all numbers that came out, and the model."""
     keras.backend.clear_session()
     # Much of what was traced lives on: each collection would go through it again, which
     # took half of the time.
     gc.freeze()
     keras.utils.set_random_seed(7)
     with scope():
-        model = kind.build(stage)
+        model = kind.build(stage) if kind.staged else kind.build()
         model.compile(**kind.compile())
-    data = kind.data()
-    x = data["x"]
+    data = kind.data
     fitted = model.fit(**data, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
     found = {f"history {k}": np.asarray(v) for k, v in fitted.history.items()}
     evaluated = model.evaluate(**data, batch_size=BATCH, verbose=0, return_dict=True)
     found |= {f"evaluate {k}": np.asarray(v) for k, v in evaluated.items()}
-    predicted = model.predict(x, batch_size=BATCH, verbose=0)
+    predicted = model.predict(data["x"], batch_size=BATCH, verbose=0)
     for i, part in enumerate(tf.nest.flatten(predicted)):
         found[f"predict {i}"] = np.asarray(part)
     variables = [*model.variables, *model.optimizer.variables]
@@ -96,12 +77,6 @@ def numbers(
 
 
 def plain_numbers(name: str, folder: str) -> dict[str, Any]:
-    """The numbers of a kind of model that isn't placed.
-
-    Args:
-        name: Its name in `ZOO`.
-        folder: Where the first to ask, of all jobs of a run of the tests, keeps them.
-    """
     path = Path(folder, f"{name}.npz")
     if not path.exists():
         found = numbers(ZOO[name], contextlib.nullcontext, contextlib.nullcontext)
@@ -181,7 +156,6 @@ def misplaced(graphs: list[Any], devices: list[str]) -> tuple[int, list[str]]:
 
 
 def misplaced_variables(model: Any, devices: list[str]) -> list[str]:
-    """Variables, also the optimizer's, that aren't where their layer belongs."""
     return [
         f"{variable.path} on {variable.value.device[-5:]}"
         for variable in [*model.variables, *model.optimizer.variables]
@@ -219,16 +193,17 @@ def _rows(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.RandomState(seed).normal(size=(ROWS, *shape)).astype("float32")
 
 
-def _plain_data() -> dict[str, Any]:
-    return {"x": _rows(6), "y": _rows(3, seed=1)}
-
-
-def _sequence_data() -> dict[str, Any]:
-    return {"x": _rows(5, 4), "y": _rows(3, seed=1)}
-
-
-def _image_data() -> dict[str, Any]:
-    return {"x": _rows(6, 6, 2), "y": np.arange(ROWS) % 3}
+_PLAIN = {"x": _rows(6), "y": _rows(3, seed=1)}
+_SEQUENCES = {"x": _rows(5, 4), "y": _rows(3, seed=1)}
+_IMAGES = {"x": _rows(6, 6, 2), "y": np.arange(ROWS) % 3}
+_MANY = {
+    "x": {"a": _rows(6), "b": _rows(4, seed=5)},
+    "y": {"first": _rows(3, seed=1), "second": _rows(1, seed=2)},
+    "sample_weight": {
+        "first": np.linspace(0, 1, ROWS).astype("float32"),
+        "second": np.linspace(1, 2, ROWS).astype("float32"),
+    },
+}
 
 
 def _simple() -> dict[str, Any]:
@@ -259,13 +234,17 @@ def _everything() -> dict[str, Any]:
     }
 
 
-def _skip(stage: Any) -> Any:
-    del stage
+def _dense(
+    name: str, width: int = 6, activation: str | None = None, **more: Any
+) -> Any:
+    return layers.Dense(width, activation=activation, name=name, **more)
+
+
+def _skip() -> Any:
     x = keras.Input((6,))
-    a = layers.Dense(8, activation="tanh", name="on0_a")(x)
-    b = layers.Dense(8, name="on1_b")(a)
-    c = layers.Dense(8, name="on2_c")(layers.Add(name="on1_add")([a, b]))
-    return keras.Model(x, layers.Dense(3, name="on2_d")(ops.tanh(a * 0.5 + c)))
+    a = _dense("on0_a", 8, "tanh")(x)
+    c = _dense("on2_c", 8)(layers.Add(name="on1_add")([a, _dense("on1_b", 8)(a)]))
+    return keras.Model(x, _dense("on2_d", 3)(ops.tanh(a * 0.5 + c)))
 
 
 class Scaled(layers.Layer):
@@ -287,37 +266,28 @@ class Scaled(layers.Layer):
 
 
 class Subclassed(keras.Model):
-    """Built at its first call, with layers in layers."""
-
     def __init__(self) -> None:
         super().__init__()
-        self.first = Scaled(
-            "on0_block",
-            [layers.Dense(8, name="inner"), layers.Dense(8, name="on1_guest")],
-        )
-        self.second = Scaled("on1_block", [layers.Dense(8, name="inner")])
-        self.out = layers.Dense(3, name="on2_out")
+        self.first = Scaled("on0_block", [_dense("inner", 8), _dense("on1_guest", 8)])
+        self.second = Scaled("on1_block", [_dense("inner", 8)])
+        self.out = _dense("on2_out", 3)
 
     def call(self, x: Any) -> Any:
         x = self.first(x)
         return self.out(x + self.second(tf.nn.relu(x)))
 
 
-def _shared(stage: Any) -> Any:
-    del stage
-    x = keras.Input((6,))
-    twice = layers.Dense(6, activation="tanh", name="on1_twice")
-    middle = layers.Dense(6, name="on0_middle")(twice(x))
-    return keras.Model(x, layers.Dense(3, name="on2_out")(twice(middle)))
+def _shared() -> Any:
+    twice = _dense("on1_twice", 6, "tanh")
+    return keras.Sequential([twice, _dense("on0_middle"), twice, _dense("on2_out", 3)])
 
 
-def _recurrent(stage: Any) -> Any:
-    del stage
+def _recurrent() -> Any:
     return keras.Sequential(
         [
             layers.LSTM(4, return_sequences=True, name="on0_lstm"),
             layers.GRU(4, name="on1_gru"),
-            layers.Dense(3, name="on2_out"),
+            _dense("on2_out", 3),
         ]
     )
 
@@ -343,15 +313,9 @@ class Controlled(layers.Layer):
         )[1]
 
 
-def _control_flow(stage: Any) -> Any:
-    del stage
-    return keras.Sequential(
-        [
-            layers.Dense(6, name="on0_in"),
-            Controlled("on1_controlled"),
-            layers.Dense(3, name="on2_out"),
-        ]
-    )
+def _control_flow() -> Any:
+    controlled = Controlled("on1_controlled")
+    return keras.Sequential([_dense("on0_in"), controlled, _dense("on2_out", 3)])
 
 
 @tf.function
@@ -362,9 +326,6 @@ def _affine(x: Any, kernel: Any) -> Any:
 class Functioned(layers.Layer):
     """Calls a `tf.function` that other layers call, too, and has one of its own."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name)
-
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], 6))
         self.built = True
@@ -374,19 +335,12 @@ class Functioned(layers.Layer):
         return tf.sin(_affine(x, self.kernel.value))
 
 
-def _functions(stage: Any) -> Any:
-    del stage
-    return keras.Sequential(
-        [
-            Functioned(name="on0_f"),
-            Functioned(name="on1_f"),
-            layers.Dense(3, name="on2_out"),
-        ]
-    )
+def _functions() -> Any:
+    first, second = Functioned(name="on0_f"), Functioned(name="on1_f")
+    return keras.Sequential([first, second, _dense("on2_out", 3)])
 
 
-def _convolution(stage: Any) -> Any:
-    del stage
+def _convolution() -> Any:
     return keras.Sequential(
         [
             layers.Conv2D(4, 3, padding="same", name="on0_conv"),
@@ -395,31 +349,24 @@ def _convolution(stage: Any) -> Any:
             layers.SeparableConv2D(4, 3, name="on1_separable"),
             layers.MaxPooling2D(name="on1_pool"),
             layers.Flatten(name="on2_flat"),
-            layers.Dense(3, name="on2_out"),
+            _dense("on2_out", 3),
         ]
     )
 
 
 def _functional(name: str, inner: str, width: int) -> Any:
     x = keras.Input((6,))
-    h = layers.Dense(6, activation="tanh", name=f"{inner}_a")(x)
-    return keras.Model(x, layers.Dense(width, name=f"{inner}_b")(h), name=name)
+    h = _dense(f"{inner}_a", 6, "tanh")(x)
+    return keras.Model(x, _dense(f"{inner}_b", width)(h), name=name)
 
 
-def _nested(stage: Any) -> Any:
+def _nested() -> Any:
     """Sub-models that were built by themselves, with the same names inside."""
-    del stage
     x = keras.Input((6,))
     h = _functional("on0_encoder", "dense", 6)(x)
     dropped = layers.Dropout(0.2, name="on1_dropout")(h)
-    decoder = keras.Sequential(
-        [
-            keras.Input((6,)),
-            layers.Dropout(0.2, name="drop"),
-            layers.Dense(6, name="dense_a"),
-        ],
-        name="on1_decoder",
-    )
+    inside = [keras.Input((6,)), layers.Dropout(0.2, name="drop"), _dense("dense_a")]
+    decoder = keras.Sequential(inside, name="on1_decoder")
     return keras.Model(x, _functional("on2_head", "dense", 3)(decoder(dropped)))
 
 
@@ -427,40 +374,23 @@ def _staged(stage: Any) -> Any:
     with stage(0):
         encoder = _functional("on0_encoder", "on0_dense", 6)
     with stage(1):
-        middle = layers.Dense(6, name="on1_dense")
+        middle = _dense("on1_dense")
         drop = layers.Dropout(0.2, name="on1_dropout")
     with stage(2):
-        head = keras.Sequential(
-            [
-                layers.Dense(6, activation="relu", name="on2_a"),
-                layers.Dense(3, name="on2_b"),
-            ],
-            name="on2_head",
-        )
+        parts = [_dense("on2_a", 6, "relu"), _dense("on2_b", 3)]
+        head = keras.Sequential(parts, name="on2_head")
     return keras.Sequential([encoder, middle, drop, head])
 
 
-def _deep(stage: Any) -> Any:
-    del stage
-    return keras.Sequential(
-        [
-            layers.Dense(8, activation="tanh", name="on0_a"),
-            layers.Dense(8, activation="tanh", name="on1_b"),
-            layers.Dense(3, name="on2_c"),
-        ]
-    )
+def _deep() -> Any:
+    first, second = _dense("on0_a", 8, "tanh"), _dense("on1_b", 8, "tanh")
+    return keras.Sequential([first, second, _dense("on2_c", 3)])
 
 
-def _half(stage: Any) -> Any:
-    del stage
-    policy = "mixed_float16"
-    return keras.Sequential(
-        [
-            layers.Dense(8, name="on0_a", dtype=policy),
-            layers.Dense(8, activation="relu", name="on1_b", dtype=policy),
-            layers.Dense(3, name="on2_c", dtype="float32"),
-        ]
-    )
+def _half() -> Any:
+    first = _dense("on0_a", 8, dtype="mixed_float16")
+    second = _dense("on1_b", 8, "relu", dtype="mixed_float16")
+    return keras.Sequential([first, second, _dense("on2_c", 3, dtype="float32")])
 
 
 def _scaled_loss() -> dict[str, Any]:
@@ -469,8 +399,6 @@ def _scaled_loss() -> dict[str, Any]:
 
 
 class OwnStep(keras.Sequential):
-    """A model with a step of its own, which clips by hand."""
-
     def train_step(self, data: Any) -> Any:
         x, y = data
         with tf.GradientTape() as tape:
@@ -484,12 +412,16 @@ class OwnStep(keras.Sequential):
         return self.compute_metrics(x, y, predicted)
 
 
-def _own_step(stage: Any) -> Any:
-    return OwnStep(_deep(stage).layers)
+def _own_step() -> Any:
+    return OwnStep(_deep().layers)
 
 
 class Reversed(layers.Layer):
-    """A gradient of its own, and a loss of its own."""
+    """A gradient, losses and a metric of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+        self.mean = keras.metrics.Mean(name="of_rows")
 
     def call(self, x: Any) -> Any:
         @tf.custom_gradient
@@ -497,11 +429,12 @@ class Reversed(layers.Layer):
             return value * 1.5, lambda gradient: tf.tanh(gradient) * -0.5
 
         self.add_loss(1e-2 * ops.mean(ops.square(x)))
+        self.add_loss(1e-3 * ops.sum(ops.square(x), -1))
+        self.mean.update_state(ops.mean(x, -1))
         return through(x)
 
 
-def _many(stage: Any) -> Any:
-    del stage
+def _many() -> Any:
     a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
     h = layers.Dense(5, name="on0_a", kernel_regularizer="l2")(a)
     k = Reversed(name="on1_reversed")(layers.Dense(5, name="on1_b")(b))
@@ -513,37 +446,20 @@ def _many(stage: Any) -> Any:
     return keras.Model({"a": a, "b": b}, outputs)
 
 
-def _many_data() -> dict[str, Any]:
-    return {
-        "x": {"a": _rows(6), "b": _rows(4, seed=5)},
-        "y": {"first": _rows(3, seed=1), "second": _rows(1, seed=2)},
-        "sample_weight": {
-            "first": np.linspace(0, 1, ROWS).astype("float32"),
-            "second": np.linspace(1, 2, ROWS).astype("float32"),
-        },
-    }
-
-
-def _kind(build: Any, data: Any, compiled: Any, **more: Any) -> Kind:
-    return Kind(build=build, data=data, compile=compiled, **more)
-
-
 ZOO: dict[str, Kind] = {
-    "skip": _kind(_skip, _plain_data, _adam, exact=False),
-    "subclassed": _kind(lambda stage: Subclassed(), _plain_data, _adam),
-    "shared": _kind(_shared, _plain_data, _adam),
-    "recurrent": _kind(_recurrent, _sequence_data, _simple),
-    "control_flow": _kind(_control_flow, _plain_data, _simple, by_rows=False),
-    "functions": _kind(_functions, _plain_data, _simple),
-    "convolution": _kind(
-        _convolution, _image_data, _classes, by_rows=False, exact=False
-    ),
-    "nested": _kind(_nested, _plain_data, _adam, by_rows=False),
-    "staged": _kind(_staged, _plain_data, _adam, by_rows=False, staged=True),
-    "everything": _kind(_deep, _plain_data, _everything),
-    "half": _kind(_half, _plain_data, _scaled_loss),
-    "own_step": _kind(_own_step, _plain_data, _simple, exact=False),
-    "many": _kind(_many, _many_data, _simple),
+    "skip": Kind(_skip, _PLAIN, _adam, exact=False),
+    "subclassed": Kind(Subclassed, _PLAIN, _adam),
+    "shared": Kind(_shared, _PLAIN, _adam),
+    "recurrent": Kind(_recurrent, _SEQUENCES, _simple),
+    "control_flow": Kind(_control_flow, _PLAIN, _simple, by_rows=False),
+    "functions": Kind(_functions, _PLAIN, _simple),
+    "convolution": Kind(_convolution, _IMAGES, _classes, by_rows=False, exact=False),
+    "nested": Kind(_nested, _PLAIN, _adam, by_rows=False),
+    "staged": Kind(_staged, _PLAIN, _adam, by_rows=False, staged=True),
+    "everything": Kind(_deep, _PLAIN, _everything),
+    "half": Kind(_half, _PLAIN, _scaled_loss),
+    "own_step": Kind(_own_step, _PLAIN, _simple, exact=False),
+    "many": Kind(_many, _MANY, _simple),
 }
 
 # On how many devices a kind is placed; where batches are cut, too, the other number.

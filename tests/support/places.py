@@ -1,7 +1,5 @@
 """Folders of the repository, for tests wherever they are."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

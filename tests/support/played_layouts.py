@@ -26,8 +26,6 @@ from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_extended import ElasticData
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 
-__all__ = ["Played", "changes_at", "one_process", "take_all"]
-
 Membership = str | Sequence[str]
 
 
@@ -68,13 +66,7 @@ class _Elastic(SynchronousExtended):
 
 
 class Played:
-    """A strategy whose rank, and whose other workers, are changed by the test.
-
-    Args:
-        local: The number of this worker's replicas.
-        elastic: Whether data are divided for workers that may change.
-        options: Of the strategy.
-    """
+    """A strategy whose rank, and whose other workers, are changed by the test."""
 
     def __init__(self, local: int = 1, *, elastic: bool = True, **options: Any) -> None:
         self.job = _Job()
@@ -92,12 +84,10 @@ class Played:
         self.hooks = hooks_of(self.strategy)
 
     def place(self, rank: int, replicas: Sequence[int]) -> None:
-        """Let this worker have a rank among workers with so many replicas each."""
         self.job.replicas = tuple(replicas)
         self.job.communicator.place(rank, len(self.job.replicas))
 
     def epochs(self, **data: Any) -> Any:
-        """Return Keras's iterator over the epochs of some data, as `fit` makes it."""
         iterator = TFEpochIterator(distribute_strategy=self.strategy, **data)
         iterator.reset()
         return iterator
@@ -134,12 +124,10 @@ def _rows_of(batch: Any) -> list[Any]:
 
 
 def changes_at(steps: Mapping[int, Membership], step: int) -> Membership:
-    """Return the membership of a step, given those from some steps on."""
     return steps[max(begin for begin in steps if begin <= step)]
 
 
 def one_process(epochs: int, data: Callable[[], Any]) -> list[list[Any]]:
-    """Return the rows of each step of a job of one process that isn't elastic."""
     played = Played(elastic=False)
     return [rows for rows, _ in _steps(played, epochs, data(), lambda *_: None)]
 
@@ -155,14 +143,10 @@ def take_all(
 ) -> list[list[Any]]:
     """Return the rows of each step, taken by all workers of a job together.
 
-    Args:
-        steps: From which step on which workers take part.
-        epochs: The number of epochs.
-        data: Returns the arguments of `Played.epochs`.
-        local: The number of each worker's replicas.
-        aborted: Whether a step has been begun by the former workers when they change,
-            and is done again; otherwise they change between two steps.
-        options: Of the strategy.
+    `steps`: from which step on which workers take part. `data` returns the arguments of
+    `Played.epochs`. `local`: the number of each worker's replicas. `aborted`: a step
+    has been begun by the former workers when they change, and is done again; otherwise
+    they change between two steps.
     """
     workers = sorted({name for members in steps.values() for name in members})
     taken: dict[int, dict[str, Any]] = {}

@@ -24,20 +24,12 @@ from closing import Closing
 from kerasdist.collectives import Communicator, Job
 from places import TESTS
 
-__all__ = ["ProcessGroup", "run_contract"]
-
 # What looks into the other ranks' memory; `_check_barrier` is in its place.
 _DESELECTED = ("test_nobody_leaves_a_barrier_before_all_have_come",)
 
 
 class ProcessGroup(Closing):
-    """This process's rank of a group; stands in for `groups.Group`.
-
-    Args:
-        job: This rank's.
-        exchange: Gives every rank's bytes to every rank, by another way than the
-            one that is tested.
-    """
+    """This process's rank of a group; stands in for `groups.Group`."""
 
     def __init__(self, job: Job, exchange: Callable[[bytes], list[bytes]]) -> None:
         self._job = job
@@ -46,7 +38,6 @@ class ProcessGroup(Closing):
         self.communicators = [job.communicator] * self.size
 
     def run(self, work: Callable[[Communicator], Any], timeout: float = 60.0) -> Any:
-        """Calls `work` for this rank; returns what it returned on all of them."""
         del timeout
         result: Any
         try:
@@ -67,7 +58,6 @@ class ProcessGroup(Closing):
         return [their for _, their in answers]
 
     def close(self) -> None:
-        """Leaves together with the others."""
         self._exchange(b"")
         self._job.close()
 
@@ -78,7 +68,6 @@ def run_contract(
     make_job: Callable[[], Job],
     exchange: Callable[[bytes], list[bytes]],
 ) -> None:
-    """Runs the contract's tests as one rank, and exits with pytest's code."""
     groups.KINDS = [(kind, size)]  # type: ignore[misc]
     groups.FURTHER_KINDS = []
     groups.Group = lambda *_: ProcessGroup(make_job(), exchange)  # type: ignore
@@ -93,8 +82,6 @@ def run_contract(
 
 
 def _check_barrier(group: ProcessGroup) -> None:
-    """Nobody leaves a barrier before all have come."""
-
     def work(communicator: Communicator) -> list[tuple[float, float]]:
         pace = np.random.default_rng(communicator.rank)
         times = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NOTING", "PRELUDE", "long_fit"]
-
 PRELUDE = """
 import contextlib, hashlib, json, os, signal, sys, time
 from pathlib import Path
@@ -101,14 +99,7 @@ except kerasdist.errors.CollectiveError as error:
 def long_fit(
     strategy: str, fault: str = "pass", epochs: int = 100_000, heartbeat: float = 30.0
 ) -> str:
-    """A `fit` that says when it trains, has a fault, and tells the error that ends it.
-
-    Args:
-        strategy: The strategy's name.
-        fault: A statement that is run at the end of each `epoch`.
-        epochs: How many epochs there are.
-        heartbeat: The strategy's `heartbeat_timeout`.
-    """
+    """A `fit` that says when it trains, has a fault, and tells what error ends it."""
     script = PRELUDE + _LONG_FIT.replace("STRATEGY", f"kerasdist.{strategy}")
     script = script.replace("FAULT", fault).replace("EPOCHS", str(epochs))
     return script.replace("HEARTBEAT", str(heartbeat))

@@ -22,15 +22,12 @@ from kerasdist.parameter_server import (
 from kerasdist.transport import Timeouts
 from workers import Workers
 
-__all__ = ["KINDS", "ServerProcesses", "Servers", "server_place", "worker_place"]
-
 # What connects workers and servers: the contract tests run on all of them.
 KINDS = ("tcp", "shared_memory", "memory")
 SECONDS = Timeouts(startup=60, collective=60, heartbeat=30)
 
 
 def worker_place(workers: Any, servers: Any, rank: int) -> Cluster:
-    """The place of worker `rank` among these addresses."""
     return Cluster(
         rank=rank,
         size=len(workers),
@@ -41,7 +38,6 @@ def worker_place(workers: Any, servers: Any, rank: int) -> Cluster:
 
 
 def server_place(workers: Any, servers: Any, index: int) -> Cluster:
-    """The place of server `index` among these addresses."""
     return Cluster(
         rank=None,
         size=len(workers),
@@ -53,16 +49,7 @@ def server_place(workers: Any, servers: Any, index: int) -> Cluster:
 
 
 class Servers(Ranks):
-    """A job: servers and workers, each in threads. Use it in a `with` statement.
-
-    Args:
-        workers: Number of workers.
-        servers: Number of servers.
-        kind: One of `KINDS`; "memory" for one worker and no server of its own.
-        timeouts: Of all tasks.
-        connected: Whether the workers connect at once.
-        settings: Arguments of `ServerSettings`.
-    """
+    """A job: servers and workers, each in threads. Use it in a `with` statement."""
 
     members = property(lambda self: self.clients)
 
@@ -100,7 +87,6 @@ class Servers(Ranks):
             self.clients = in_threads(workers, self.connect)
 
     def start_server(self, index: int) -> ParameterServer:
-        """Starts a server, the first time or again."""
         server = ParameterServer(
             server_place(self.workers, self.addresses, index),
             self.settings,
@@ -122,14 +108,12 @@ class Servers(Ranks):
         return server
 
     def connect(self, rank: int, **options: Any) -> ServerClient:
-        """Connects a worker; waits for the others."""
         options.setdefault("transport", "auto" if self.kind != "tcp" else "tcp")
         place = worker_place(self.workers, self.addresses, rank)
         settings = options.pop("settings", self.settings)
         return connect_servers(place, settings, timeouts=self.timeouts, **options)
 
     def join(self, timeout: float = 60.0) -> None:
-        """Waits until all servers have ended."""
         for thread in self.threads:
             thread.join(timeout)
         stuck = [t.name for t in self.threads if t.is_alive()]
@@ -137,7 +121,6 @@ class Servers(Ranks):
             raise TimeoutError(f"{stuck} still ran after {timeout} s.")
 
     def close(self) -> None:
-        """Closes all workers at once, and waits for the servers."""
         if self.clients:
             close_all(self.clients)
         else:
@@ -205,16 +188,7 @@ except errors.KerasDistError as error:
 
 
 class ServerProcesses(Workers):
-    """Worker and server processes; ranks from `workers` on are the servers.
-
-    Args:
-        work: Source of a function `work(client, table)`.
-        workers: Number of workers.
-        servers: Number of servers.
-        timeouts: Arguments of `Timeouts`.
-        transport: Of the workers.
-        settings: Arguments of `ServerSettings`.
-    """
+    """Worker and server processes; ranks from `workers` on are the servers."""
 
     def __init__(
         self,
@@ -244,12 +218,10 @@ class ServerProcesses(Workers):
         )
 
     def going(self) -> None:
-        """Waits until all workers have said "GOING"."""
         for rank in range(self._workers):
             self.wait_for_line(rank, "GOING")
 
     def restart(self, task: int) -> None:
-        """Kills a task, and starts it again when it has ended."""
         self.kill(task)
         self.wait_one(task)
         self.start_again(task)

@@ -22,8 +22,6 @@ from typing import Any
 
 from workers import Workers
 
-__all__ = ["Session"]
-
 # The workers' own: the names of scripts are made anew.
 _LOOP = """
 def _run_all():
@@ -62,12 +60,8 @@ _run_all()
 class Session:
     """The workers, and servers, of one job.
 
-    Args:
-        setup: What is run once, first.
-        size: How many workers.
-        before: What each script begins with.
-        deadline: Seconds that a script may take, see `bound`.
-        more: Other arguments of `Workers`.
+    `setup` is run once, first; `before` is what each script begins with. `deadline`:
+    seconds that a script may take, see `bound`. `more`: other arguments of `Workers`.
     """
 
     def __init__(
@@ -98,12 +92,7 @@ class Session:
         )
 
     def run(self, body: str, **env: str) -> list[Any]:
-        """What each worker has printed as `RESULT <json>`, the one thing.
-
-        Args:
-            body: The script.
-            env: Variables that it finds in `os.environ`.
-        """
+        """What each worker has printed as `RESULT <json>`, the one thing."""
         return [finished.result for finished in self.finish(body, **env)]
 
     def finish(self, body: str, **env: str) -> list[Any]:

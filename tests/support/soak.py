@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 
-__all__ = ["but_soak", "soak"]
-
 
 def soak(*values: Any, id: str | None = None) -> Any:
-    """A set of parameters for `make soak` alone."""
     return pytest.param(*values, id=id, marks=pytest.mark.soak)
 
 

@@ -17,17 +17,11 @@ from hosts import Hosts
 from pace import bound
 from waiting import wait_until
 
-__all__ = ["SshHosts"]
-
 _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
 class SshHosts(Hosts):
-    """`Hosts` on each of which `sshd` listens, for this user's new key alone.
-
-    Attributes:
-        ssh: The command that connects to one of the others.
-    """
+    """`Hosts` on each of which `sshd` listens, for this user's new key alone."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -37,7 +31,6 @@ class SshHosts(Hosts):
 
     @staticmethod
     def available() -> str | None:
-        """Why there can be none on this machine; None if there can be."""
         if _SSHD is None or shutil.which("ssh") is None:
             return "sshd or ssh isn't installed"
         return Hosts.available()

@@ -12,18 +12,10 @@ from certificates import Authority
 from groups import in_threads
 from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.tls import (
-    accept_tls,
-    connect_tls,
-    wrap_accepted,
-    wrap_dialed,
-)
-
-__all__ = ["tcp_pair", "tls_pair"]
+from kerasdist.transport.tls import accept_tls, connect_tls, wrap_accepted, wrap_dialed
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected TCP sockets."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
@@ -45,16 +37,11 @@ def _credentials() -> Credentials:
 
 
 def tls_pair(pair: Any = None) -> tuple[socket.socket, socket.socket]:
-    """The two ends of a TLS connection: of the side that dialed, and the other.
-
-    Args:
-        pair: Connected TCP sockets; by default new ones.
-    """
+    """The two ends of a TLS connection: of the side that dialed, and the other."""
     one, other = pair or tcp_pair()
     ends = (wrap_dialed(one, _credentials()), wrap_accepted(other, _credentials()))
     in_threads(
-        2,
-        lambda i: (connect_tls, accept_tls)[i](ends[i], Deadline(10), "there:1"),
+        2, lambda i: (connect_tls, accept_tls)[i](ends[i], Deadline(10), "there:1")
     )
     for end in ends:
         end.setblocking(True)

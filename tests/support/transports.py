@@ -1,21 +1,15 @@
 """A job that trains by any transport, for tests of transports in other folders."""
 
-from __future__ import annotations
+from scripts import PRELUDE
 
-ALL_TRANSPORTS = """
-import json, sys
-import numpy as np
-import tensorflow as tf
+ALL_TRANSPORTS = (
+    PRELUDE
+    + """
+from kerasdist import RingStrategy
 
 transport, devices, eagerly = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "eager"
 if devices > 1:
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * devices,
-    )
-import keras
-from kerasdist import RingStrategy
-
+    logical_devices(devices)
 keras.utils.set_random_seed(1)
 names = [f"CPU:{i}" for i in range(devices)]
 strategy = RingStrategy(names, transport=transport, timeout=60)
@@ -42,7 +36,7 @@ assert strategy.extended.worker_devices[0].startswith(
     "/job:worker" if transport == "native" else "/job:localhost"
 )
 same = strategy.communicator.all_gather(weights)
-print("RESULT", json.dumps({
+result({
     "equal": all(w.tobytes() == weights.tobytes() for w in same),
     "weights": weights.tolist(),
     "loss": history["loss"], "evaluated": [loss, accuracy],
@@ -51,5 +45,6 @@ print("RESULT", json.dumps({
     "step": strategy.communicator.step,
     "task": strategy.cluster_resolver.task_id,
     "local": [strategy.local_rank, strategy.local_size],
-}))
+})
 """
+)

@@ -11,19 +11,11 @@ import pytest
 
 from pace import bound
 
-__all__ = ["wait_until"]
-
 
 def wait_until(
     condition: Callable[[], Any], what: object, within: float = 60.0
 ) -> None:
-    """Looks often whether `condition()` holds; fails the test after `within` seconds.
-
-    Args:
-        condition: Called from this thread.
-        what: Names it in the failure's text.
-        within: Seconds, see `bound`.
-    """
+    """Looks often whether `condition()` holds; fails after `within` usual seconds."""
     within = bound(within)
     never = threading.Event()
     end = time.monotonic() + within

@@ -35,8 +35,6 @@ from typing import IO, Any
 
 from pace import bound
 
-__all__ = ["Forked", "WarmProcesses", "imports_tensorflow"]
-
 _PR_GET_CHILD_SUBREAPER = 37
 # Each takes 3 s of CPU to begin with, and 250 MB as long as the tests run, in each of
 # the processes that run tests. Two are the fewest of which ranks can differ.
@@ -55,16 +53,11 @@ _IMPORT_TIME = re.compile(
 
 
 def imports_tensorflow(script: str) -> bool:
-    """Whether a script, given as its text, imports TensorFlow or Keras."""
     return bool(re.search(r"\b(tensorflow|keras|\w+Strategy)\b", script))
 
 
 class Forked:
-    """A worker that was forked; to be used like a `subprocess.Popen`.
-
-    Args:
-        pid: The process id of a child of this process.
-    """
+    """A worker that was forked; to be used like a `subprocess.Popen`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -81,11 +74,6 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Waits until it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: after `timeout` seconds.
-        """
         if self.poll() is None:
             select.select([self._pidfd], [], [], timeout)
         code = self.poll()
@@ -94,21 +82,12 @@ class Forked:
         return code
 
     def send_signal(self, signum: int) -> None:
-        """Does nothing if the process has ended."""
         if self.poll() is None:
             signal.pidfd_send_signal(self._pidfd, signum)
 
 
 class WarmProcesses:
-    """Warm processes for even and odd ranks, started when they are asked for.
-
-    Args:
-        tag: The name of the variable that holds a job's tag.
-        env: Makes the environment that they are started with.
-
-    Attributes:
-        why_cold: Why there can be none; None if there can be, as far as is known.
-    """
+    """Warm processes for even and odd ranks, started when they are asked for."""
 
     def __init__(self, tag: str, env: Callable[[], Mapping[str, str]]) -> None:
         self.tag = tag
@@ -118,7 +97,6 @@ class WarmProcesses:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of those that run now."""
         return [process.pid for process in self._processes]
 
     @functools.cached_property
@@ -165,17 +143,7 @@ class WarmProcesses:
         pass_fds: Sequence[int] = (),
         namespace: str | None = None,
     ) -> Forked:
-        """Forks a worker.
-
-        Args:
-            rank: Which process forks; it must be prepared.
-            command: The script's path and its arguments.
-            env: The worker's whole environment, with a tag of 16 characters.
-            output: Its standard output and error.
-            pass_fds: What it inherits, under the same numbers.
-            namespace: The name of the network namespace that it is in; None: this
-                process's.
-        """
+        """Forks a worker."""
         request = {
             "script": command[0],
             "args": list(command[1:]),
@@ -203,8 +171,6 @@ class WarmProcesses:
 
 
 def _why_not_here() -> str | None:
-    if sys.platform != "linux":
-        return "forked workers need Linux"
     subreaper = ctypes.c_int()
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(subreaper), 0, 0, 0)
@@ -238,7 +204,6 @@ class _WarmProcess:
         self.pid = self._process.pid
 
     def threads(self, deadline: float) -> int:
-        """How many it has after the import, for which this waits."""
         if self._threads is None:
             self._threads = self._receive(deadline)["threads"]
         return self._threads

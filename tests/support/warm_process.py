@@ -5,16 +5,10 @@ That is TensorFlow, Keras and the strategies.
 `warm.py` starts it, in pytest's process, and asks it for workers; this module is its
 script and imports nothing else of `tests/`.
 
-    pytest            this process           each worker
-      |  ready             |
-      |<-------------------|  1. imported; how many threads it has
-      |  request, files    |
-      |------------------->|  2. script, arguments, folder, environment, tag
-      |                    |-- fork -- middle -- fork --> 3. runs the script
-      |                    |<- ends --'                       |
-      |  process id        |                                  |
-      |<-------------------|  4.                              |
-      |<-----------------------------------------------------'  5. ends
+1. It says how many threads it has, when it has imported them.
+2. It receives a request: script, arguments, folder, environment, tag, and files.
+3. It forks a process in the middle, which forks the worker, and ends.
+4. It answers with the worker's process id.
 
 Since the middle one has ended, the worker is a child of pytest, which takes in orphans
 (see `conftest.py`): it is waited for, stopped and killed like one that pytest has

@@ -1,14 +1,10 @@
 """The functions that a page of the documentation names, and their calls."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
 import re
 import sys
-
-__all__ = ["find", "names_on", "track"]
 
 
 def names_on(page):
@@ -17,7 +13,6 @@ def names_on(page):
 
 
 def find(name):
-    """Return the owner, a module or class, and the function of a name in kerasdist."""
     parts = ["kerasdist", *name.split(".")]
     for end in range(len(parts) - 1, 0, -1):
         try:

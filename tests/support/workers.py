@@ -46,17 +46,6 @@ import pytest
 from pace import bound
 from warm import Forked, WarmProcesses, imports_tensorflow
 
-__all__ = [
-    "FULL_STDERR",
-    "WARM",
-    "Finished",
-    "Workers",
-    "free_ports",
-    "kill_tagged",
-    "output_of",
-    "python_env",
-]
-
 TAG = "KERASDIST_TEST_JOB"
 # For scripts: standard error becomes a pipe that is full, and that nobody reads.
 FULL_STDERR = """
@@ -97,14 +86,6 @@ _STACKS_SECONDS = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A worker that has ended.
-
-    Attributes:
-        rank: Its rank.
-        returncode: As `subprocess` gives it: negative for a signal.
-        output: Its standard output and error, as they came.
-    """
-
     rank: int
     returncode: int
     output: str
@@ -175,14 +156,10 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a Python process of a test.
 
     It is the one that the tests were started in, without what they, or the import of
-    TensorFlow, have set in theirs since. It holds no cluster settings, imports the
-    same kerasdist as the test, prints unbuffered, shows the stacks when it crashes,
-    and keeps TensorFlow quiet, on the CPU, and at one thread, so that several
-    workers fit on two cores. What one process has compiled of kerasdist the next ones
-    load: that's a quarter of a second for each.
-
-    Args:
-        extra: Variables on top.
+    TensorFlow, have set in theirs since. It holds no cluster settings, imports the same
+    kerasdist, prints unbuffered, shows the stacks when it crashes, and keeps TensorFlow
+    at one thread, so that several workers fit on two cores. What one process has
+    compiled of kerasdist the next ones load: that's a quarter of a second for each.
     """
     env = {
         name: value
@@ -208,13 +185,6 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def output_of(*command: str | Path, within: float = 150.0, **extra: str) -> str:
-    """The standard output of a command, which must succeed, with `python_env(extra)`.
-
-    Args:
-        command: The program and its arguments.
-        within: Seconds that it may take, see `bound`.
-        extra: Variables.
-    """
     done = subprocess.run(
         command,
         env=python_env(extra),
@@ -242,13 +212,6 @@ def kill_tagged(value: str, *, timeout: float = 10.0) -> list[str]:
 
     Children of this process aren't reaped: who started them asks for their
     return codes.
-
-    Args:
-        value: The tag of the job.
-        timeout: How long to wait for the killed to be gone, in seconds.
-
-    Returns:
-        A description of each process that was killed.
     """
     killed: dict[int, str] = {}
     deadline = time.monotonic() + timeout
@@ -291,26 +254,15 @@ def _tagged(value: str) -> Iterable[psutil.Process]:
 class Workers:
     """A job of `size` worker processes, or more. Use it in a `with` statement.
 
-    Args:
-        script: Source text of the workers' script (dedented), or its path.
-        size: How many workers.
-        args: Arguments of the script.
-        env: Environment variables on top of `python_env`; or a function from a
-            rank to them. It can override everything, also `TF_CONFIG`; a
-            variable whose value is None is removed.
-        deadline: Seconds from the start until the job must have ended, on the usual
-            machine: see `bound`.
-        cluster: `"loopback"`: all on 127.0.0.1. Otherwise the host of each rank,
-            e.g. the addresses of `Hosts`.
-        handover: Listen for the workers and hand each its socket as
-            `KERASDIST_LISTEN_FD`, as `kerasdist run` does. Otherwise the workers
-            bind their ports themselves. Only on loopback: a socket belongs to
-            the network namespace in which it was made.
-        prefix: From a rank to the command that the worker is run by, e.g.
-            `hosts.prefix`. With any other such workers start cold.
-        cold: Start new interpreters, also where forks would do.
-        servers: How many parameter servers, "ps" tasks: what takes a rank here takes
-            `size`, `size + 1` and so on for them.
+    `script` is its source text (dedented), or its path. `env` is on top of
+    `python_env`, or a function from a rank to that; a variable whose value is None is
+    removed. `deadline`: seconds until the job must have ended, see `bound`. `cluster`:
+    the host of each rank, if it isn't this one. Without `handover` the workers bind
+    their ports themselves; otherwise each is handed its socket, as `kerasdist run`
+    does, which needs the same network namespace. `prefix`: from a rank to the command
+    that runs it; with any but `hosts.prefix` workers start cold. `servers` are
+    parameter servers: what takes a rank here takes `size`, `size + 1` and so on for
+    them.
     """
 
     def __init__(
@@ -332,13 +284,6 @@ class Workers:
         self._workers = size
         size += servers
         loopback = cluster == "loopback"
-        if handover and not loopback:
-            raise ValueError("handover=True needs cluster='loopback'.")
-        if not loopback and (isinstance(cluster, str) or len(cluster) != size):
-            raise ValueError(
-                "`cluster` must be 'loopback' or one host per task. "
-                f"Received: cluster={cluster!r}, size={size}"
-            )
         self.size = size
         self.tag = secrets.token_hex(8)
         self.secret = secrets.token_hex(16)
@@ -354,8 +299,6 @@ class Workers:
         self._namespaces = [_namespace(self._prefix(rank)) for rank in range(size)]
         self._cold = cold or (prefix is not None and None in self._namespaces)
         self._reported = False
-
-    # The start.
 
     def __enter__(self) -> Workers:
         if isinstance(self._script, Path):
@@ -437,16 +380,8 @@ class Workers:
                 )
             self.processes.append(process)
 
-    # While it runs.
-
     def wait(self, deadline: float | None = None) -> list[Finished]:
-        """Waits until every worker has ended.
-
-        Fails the test with every worker's output if that takes too long.
-
-        Args:
-            deadline: Seconds from now; the job's deadline if that is earlier.
-        """
+        """Waits until every worker has ended, or fails with the output of all."""
         end = self._end
         if deadline is not None:
             end = min(end, time.monotonic() + bound(deadline))
@@ -459,7 +394,6 @@ class Workers:
         return [self._finished(rank) for rank in range(self.size)]
 
     def succeed(self) -> list[Finished]:
-        """Waits for all, and fails the test unless every worker returned 0."""
         finished = self.wait()
         bad = [worker.rank for worker in finished if worker.returncode != 0]
         if bad:
@@ -467,7 +401,6 @@ class Workers:
         return finished
 
     def wait_one(self, rank: int, deadline: float | None = None) -> Finished:
-        """Waits until one worker has ended; like `wait` otherwise."""
         end = self._end
         if deadline is not None:
             end = min(end, time.monotonic() + bound(deadline))
@@ -478,14 +411,7 @@ class Workers:
         return self._finished(rank)
 
     def wait_for_line(self, rank: int, text: str) -> str:
-        """Waits until a whole line of a rank's output contains `text`.
-
-        Fails the test with every worker's output if the worker ends before, or
-        at the job's deadline.
-
-        Returns:
-            The line, without its end.
-        """
+        """Waits for a whole line with `text`; returns it without its end."""
         while True:
             # In this order: what an ended process wrote is all there.
             running = self.is_running(rank)
@@ -503,35 +429,26 @@ class Workers:
                 pass
 
     def extend(self, deadline: float) -> None:
-        """Lets the job run for so many seconds from now on, see `bound`."""
         self._end = time.monotonic() + bound(deadline)
 
     def finished_so_far(self, rank: int) -> Finished:
-        """What a rank that runs has printed so far, as if it had ended."""
         return Finished(rank=rank, returncode=0, output=self.output(rank))
 
     def is_running(self, rank: int) -> bool:
-        """Whether the process has not ended; a stopped one is running."""
         return self.processes[rank].poll() is None
 
     def output(self, rank: int) -> str:
-        """What a rank has printed so far, standard output and error."""
         return self._log(rank).read_text(encoding="utf-8", errors="replace")
 
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
-        """Sends a signal to one worker (not to its children)."""
         self.processes[rank].send_signal(signum)
 
     def start_again(self, task: int) -> None:
-        """Starts a task again whose process has ended; its output begins anew.
-
-        The job must have been started with `handover=False`.
-        """
+        """Starts an ended task again; the job must be one with `handover=False`."""
         self._start(task, self._path, None)
         self.processes[task] = self.processes.pop()
 
     def report(self) -> str:
-        """Every worker's state and the end of its output."""
         return self._report([process.poll() for process in self.processes])
 
     def _report(self, codes: Sequence[int | None]) -> str:
@@ -544,8 +461,6 @@ class Workers:
             parts.append(f"---- rank {rank}, {self.addresses[rank]}, {state} ----\n")
             parts.append(text if text.endswith("\n") or not text else text + "\n")
         return "".join(parts)
-
-    # The end.
 
     def __exit__(
         self,

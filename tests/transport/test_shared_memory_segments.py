@@ -1,7 +1,5 @@
 """Segments of shared memory: room is reserved, nothing is left."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource

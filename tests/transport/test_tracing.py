@@ -1,7 +1,5 @@
 """What a communicator tells of what it spends its time on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

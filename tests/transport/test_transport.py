@@ -1,7 +1,5 @@
 """The contract of transports, in memory and over sockets."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -118,7 +118,7 @@ def check_state(
 ) -> None:
     """Check that all workers hold the same values.
 
-    If they differ by rounding alone, all take the chief's, and a line says so.
+    If they differ by rounding alone, all take the chief's, and a line is logged.
 
     Args:
         workers: The workers that reduce together.
@@ -241,8 +241,8 @@ def _take_rounded(
             with np.errstate(invalid="ignore"):
                 part = np.max(np.abs(mine - wide)[~same], initial=0.0) / largest
             gap = max(gap, part if part <= bound else np.inf)
-    (gap,) = workers.communicator.all_reduce([np.float64(gap)], "max")
-    if not np.isfinite(gap):
+    most = float(workers.communicator.all_reduce([np.float64(gap)], "max")[0])
+    if not np.isfinite(most):
         return False
     for own, chief in zip(copies, chiefs, strict=True):
         for copy in own:
@@ -250,7 +250,7 @@ def _take_rounded(
     log_once(
         "rounding",
         f"kerasdist: {len(variables)} variables differed between the workers by "
-        f"rounding, at most {gap:.0e} of their largest value, as processors, numbers of "
+        f"rounding, at most {most:.0e} of their largest value, as processors, numbers of "
         "threads or GPUs add in different orders; all take rank "
         f"{workers.communicator.ranks[0]}'s values then",
     )

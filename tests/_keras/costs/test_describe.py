@@ -1,7 +1,5 @@
 """What layers cost, found without their weights."""
 
-from __future__ import annotations
-
 import random
 import resource
 
@@ -16,7 +14,6 @@ ROWS = 8
 
 
 def costs(model_fn, optimizer=None, **given):
-    """The costs by the end of the layer's path."""
     model = describe(model_fn, ROWS, optimizer, **given)
     return {layer.path.rpartition("/")[2]: layer for layer in model.layers}
 

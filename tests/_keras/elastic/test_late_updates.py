@@ -24,7 +24,6 @@ AFTER = {
 
 
 def trace(before, after, *, in_branch=False):
-    """Return whether updates were noticed, and the order of a step's events."""
     weight, other = tf.Variable(1.0), tf.Variable(5.0)
     order: list[str] = []
 

@@ -3,8 +3,6 @@
 Other steps, with real losses, are in `test_elastic_moments`.
 """
 
-from __future__ import annotations
-
 import pytest
 from scripts import PRELUDE
 

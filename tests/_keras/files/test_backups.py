@@ -1,7 +1,5 @@
 """What BackupAndRestore keeps: how far training had come."""
 
-from __future__ import annotations
-
 import keras
 import pytest
 

@@ -3,8 +3,6 @@
 A callback or a function that a new Keras brings fails here until it has been looked at.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import types
@@ -39,7 +37,6 @@ PATH = re.compile(
 
 
 def table(heading):
-    """The first cells of the table under a heading, without its head."""
     section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
     return [name for row in rows[2:] for name in re.findall(r"`([^`]+)`", row)]

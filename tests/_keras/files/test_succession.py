@@ -114,7 +114,6 @@ ENDS = {0: ["middle", "epoch", 1], 1: ["middle", "step", 3, 2], 2: ["checkpoint"
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder and workers of a job that lost three chiefs, and one process alone."""
     folders = tmp_path_factory.mktemp("job"), tmp_path_factory.mktemp("alone")
     env, other = (
         {"FOLDER": str(folder), "ENDS": json.dumps(ends)}
@@ -132,7 +131,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def job(both: Any) -> tuple[Path, Any]:
-    """The folder, and the last worker."""
     return both[0], both[1][-1]
 
 

@@ -4,9 +4,6 @@ A rank that waited in vain would wait for `timeout`: 60 s in these jobs, which i
 than the tests have.
 """
 
-from __future__ import annotations
-
-import os
 import zipfile
 
 import keras
@@ -283,20 +280,6 @@ def test_the_chief_writes_in_the_scope(job):
     model = keras.models.load_model(folder / "again.keras")
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     np.testing.assert_allclose(model.predict(x, verbose=0), predicted, rtol=1e-4)
-
-
-def test_only_one_rank_saves_at_the_end_of_the_script(tmp_path):
-    """Which isn't the chief."""
-    body = """
-m = build()
-result(total(m))
-if rank == 1:
-    m.save("last.keras")
-"""
-    with Workers(SCRIPT + body, 2, env={"FOLDER": str(tmp_path)}, deadline=60) as job:
-        finished = job.succeed()
-    assert all("asked to write" not in each.output for each in finished)
-    assert os.listdir(tmp_path) == ["last.keras"]
 
 
 def test_all_get_the_error_of_the_chief(ring, tmp_path):

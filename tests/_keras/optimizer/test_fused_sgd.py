@@ -1,7 +1,5 @@
 """SGD in one operation: the bits are those of Keras's own operations."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import keras

@@ -3,8 +3,6 @@
 Whole jobs that are interrupted are in tests/strategies/asynchronous/test_step_count.py.
 """
 
-from __future__ import annotations
-
 import json
 
 import keras
@@ -12,12 +10,7 @@ import numpy as np
 import pytest
 
 from kerasdist import _keras
-from kerasdist._keras.learning_rate import (
-    own_steps,
-    resume,
-    shared_steps,
-    steps_of,
-)
+from kerasdist._keras.learning_rate import own_steps, resume, shared_steps, steps_of
 
 ONES = np.ones((8, 1), "float32")
 
@@ -34,23 +27,6 @@ def schedule():
     return keras.optimizers.schedules.PolynomialDecay(1.0, 100, 0.0)
 
 
-def test_it_is_as_it_was_where_nobody_else_has_taken_any():
-    optimizer = keras.optimizers.SGD(schedule())
-    model = build(optimizer)
-    model.train_on_batch(ONES, ONES)
-    before, function = set(vars(optimizer)), model.train_function
-    resume(model, False, None)
-    resume(model, True, None)
-    resume(model, True, 1)
-    assert shared_steps(optimizer) is None
-    assert int(steps_of(optimizer)) == 1
-    assert model.train_function is function
-    assert set(vars(optimizer)) == before
-    # No optimizer, or none of Keras's.
-    model.compile(None, "mse")
-    resume(model, True, 5)
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_others_steps_count_until_another_backup_is_restored(scaled):
     inner = keras.optimizers.SGD(schedule(), gradient_accumulation_steps=2)
@@ -62,6 +38,9 @@ def test_others_steps_count_until_another_backup_is_restored(scaled):
     for _ in range(3):
         model.train_on_batch(ONES, ONES)
     variables = [variable.path for variable in optimizer.variables]
+    resume(model, False, None)
+    resume(model, True, 3)
+    assert shared_steps(inner) is None  # nobody else has taken any
     resume(model, True, 10)
     assert (int(own_steps(inner).numpy()), int(steps_of(inner))) == (3, 10)
     assert float(optimizer.learning_rate) == pytest.approx(0.9)

@@ -1,7 +1,5 @@
 """Which rows of an embedding an optimizer moves: asked of Keras's optimizers."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

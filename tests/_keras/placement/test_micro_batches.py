@@ -1,7 +1,5 @@
 """micro_batches=M: numbers are those of whole batches, whatever a model is made of."""
 
-from __future__ import annotations
-
 import textwrap
 
 import devices
@@ -40,60 +38,6 @@ def close(a, b, **how):
 def run():
     with devices.running(SETUP) as run:
         yield run
-
-
-def test_a_model_with_all_that_depends_on_rows(run):
-    """Inputs and outputs in dicts, losses of layers, weights, metrics; 5 rows at last.
-
-    The last batch has fewer rows than there are micro-batches.
-    """
-    run("""
-        class Own(layers.Layer):
-            def __init__(self, **kwargs):
-                super().__init__(**kwargs)
-                self.mean = keras.metrics.Mean(name="of_scalars")
-                self.rows = keras.metrics.Mean(name="of_rows")
-            def call(self, x):
-                self.add_loss(0.1 * tf.reduce_mean(x ** 2))
-                self.add_loss(0.01 * tf.reduce_sum(x ** 2, axis=-1))
-                self.mean.update_state(tf.reduce_mean(x))
-                self.rows.update_state(tf.reduce_mean(x, -1))
-                return x
-
-        def build():
-            a, b = keras.Input((8,)), keras.Input((5,), dtype="int32")
-            h = layers.Dense(16, "relu", activity_regularizer="l2", name="on0_a")(a)
-            g = layers.Embedding(9, 4, mask_zero=True, name="on0_b")(b)
-            g = layers.GlobalAveragePooling1D(name="on1_pool")(g)
-            g = layers.Dense(16, name="on1_b")(g)
-            h = Own(name="on1_own")(h)
-            h = layers.Dense(16, "tanh", kernel_regularizer="l2", name="on1_c")(h + g)
-            out = {"p": layers.Dense(3, "softmax", name="on2_p")(h),
-                   "q": layers.Dense(1, name="on2_q")(h)}
-            model = keras.Model({"a": a, "b": b}, out)
-            model.compile(
-                keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=1.0),
-                {"p": "sparse_categorical_crossentropy", "q": "mse"},
-                metrics={"p": ["accuracy"], "q": ["mae"]})
-            return model
-
-        n = 37
-        x = {"a": rng.normal(size=(n, 8)).astype("float32"),
-             "b": rng.integers(0, 9, (n, 5))}
-        y = {"p": rng.integers(0, 3, n), "q": rng.normal(size=(n, 1))}
-        weights = {name: rng.uniform(size=n).astype("float32") for name in y}
-
-        def numbers(parts):
-            with scope(parts):
-                model = build()
-            fitted = model.fit(x, y, sample_weight=weights, batch_size=16, epochs=1,
-                               shuffle=False, verbose=0)
-            return fitted.history, model.get_weights()
-
-        whole = numbers(None)
-        close(numbers(6), whole)
-        result(0)
-    """)
 
 
 def test_masks_ragged_rows_scalars_and_integers_come_out_as_of_a_whole_batch(run):
@@ -192,34 +136,6 @@ def test_state_of_layers_and_dropout_of_micro_batches(run):
     """)
 
 
-def test_tables_that_are_looked_up_by_constants(run):
-    """Adam squares each slice: a lookup has one for all micro-batches."""
-    run("""
-        class Positions(layers.Layer):
-            def __init__(self, **options):
-                super().__init__(**options)
-                self.table = layers.Embedding(6, 4)
-            def call(self, x):
-                known, length = keras.ops.arange(5), keras.ops.shape(x)[1]
-                few = self.table(keras.ops.convert_to_tensor([2, 2, 3]))
-                return (x + self.table(known) + keras.ops.mean(few, 0)
-                        + self.table(keras.ops.arange(length) + 1))
-
-        x = rng.normal(size=(11, 5, 4)).astype("float32")
-        def trained(parts):
-            with scope(parts, {"on1": "CPU:1"}):
-                inputs = keras.Input((None, 4))
-                outputs = layers.Dense(2, name="on1")(Positions()(inputs))
-                model = keras.Model(inputs, outputs)
-                model.compile(keras.optimizers.Adam(0.1, clipnorm=0.1), "mse")
-            model.fit(x, x[..., :2], batch_size=4, epochs=2, shuffle=False, verbose=0)
-            return model.get_weights()
-
-        close(trained(3), trained(None))
-        result(0)
-    """)
-
-
 def test_steps_of_ones_own_and_eager_ones(run):
     """A step that calls two models, and takes the gradient of a gradient."""
     run("""
@@ -310,8 +226,8 @@ def test_what_is_refused(run):
 
 # Numbers of parts and devices. With four parts activations are computed again.
 CUTS = ((3, 3), (4, 2), (3, 2), (4, 3))
-# In the suite one kind has one of them; the soak test has all others.
-CUT = {"everything": CUTS[1]}
+# In the suite two kinds have one of them; the soak test has all others.
+CUT = {"everything": CUTS[1], "many": CUTS[0]}
 ZOO_SCRIPT = (
     f"""
 sys.path[:0] = {SCRIPTS_PATH!r}.split(os.pathsep)
@@ -345,7 +261,6 @@ result(found)
 
 
 def check_kinds(run, cuts, plain):
-    """Each kind of model has its numbers and its places in each of its cuts."""
     found = run(f"CUTS, PLAIN = {cuts!r}, {str(plain)!r}\n{ZOO_SCRIPT}")
     assert sorted(found) == sorted(
         [name, parts, [], []] for name, each in cuts.items() for parts, _ in each

@@ -1,7 +1,5 @@
 """Keras's own callbacks on several workers, unchanged; only the chief writes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scripts import PRELUDE

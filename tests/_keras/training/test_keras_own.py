@@ -4,8 +4,6 @@ They ship in the keras package. Each file runs in a process of its own, because 
 `setUp` starts TensorFlow anew.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

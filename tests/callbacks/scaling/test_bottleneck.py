@@ -1,7 +1,5 @@
 """Figures and the words for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

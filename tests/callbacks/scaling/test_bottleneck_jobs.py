@@ -7,8 +7,6 @@ What happens once must not count. An epoch begins by making an iterator, which t
 traces isn't. So all steps of a case together take long, or are in one epoch.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

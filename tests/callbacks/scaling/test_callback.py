@@ -6,8 +6,6 @@ known: a part of a step takes as long at least, and more where the machine is bu
 something else.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import re

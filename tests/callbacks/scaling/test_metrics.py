@@ -1,7 +1,5 @@
 """What workers have measured, put together: pure functions of numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from kerasdist.callbacks.summaries import PHASES, combine

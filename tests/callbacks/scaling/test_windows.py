@@ -1,7 +1,5 @@
 """Windows of steps: how long they are, and that all workers' are equally long."""
 
-from __future__ import annotations
-
 import pytest
 
 from kerasdist.callbacks.job_view import Windows

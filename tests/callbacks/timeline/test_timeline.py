@@ -1,7 +1,5 @@
 """Timeline: one trace of all ranks, with one clock."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

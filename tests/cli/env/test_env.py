@@ -1,7 +1,5 @@
 """`kerasdist env`: everything is there, nothing secret, and it never fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

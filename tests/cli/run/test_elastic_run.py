@@ -1,7 +1,5 @@
 """`kerasdist run --elastic` with real processes; decisions are in `test_outcome.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`kerasdist run`: who is lost or to blame, in real jobs; see `test_outcome.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

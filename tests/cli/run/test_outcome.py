@@ -1,7 +1,5 @@
 """`kerasdist run` decides who is to blame, what is printed, and the exit code."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

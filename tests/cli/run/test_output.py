@@ -1,7 +1,5 @@
 """What `kerasdist run` shows of its tasks' output, and keeps on a disk that is full."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

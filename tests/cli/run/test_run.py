@@ -1,7 +1,5 @@
 """`kerasdist run` with real processes, signals and terminals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

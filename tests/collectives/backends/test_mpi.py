@@ -1,7 +1,5 @@
 """`transport="mpi"` with a real `mpirun`, and what is said where there is none."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Lent results: one memory that all workers of a host read."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Members leave a group on SIGTERM: the others continue, and repeat nothing."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

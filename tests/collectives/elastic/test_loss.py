@@ -1,7 +1,5 @@
 """A group of real processes goes on when members are killed, freeze, or are cut off."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Processes that are started again join the group while it works."""
 
-from __future__ import annotations
-
 import signal
 
 from elastic_members import check, start

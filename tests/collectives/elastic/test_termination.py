@@ -1,7 +1,5 @@
 """SIGTERM to a process with an elastic job: noticed at once, and the end by then."""
 
-from __future__ import annotations
-
 import signal
 import time
 

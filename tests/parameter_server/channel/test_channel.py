@@ -1,7 +1,5 @@
 """The contract of channels, on every implementation."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

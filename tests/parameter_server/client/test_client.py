@@ -1,7 +1,5 @@
 """The contract of workers and servers, whatever connects them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Numbers that are dealt out: each one to one worker."""
 
-from __future__ import annotations
-
 import pytest
 
 from kerasdist.parameter_server import END

@@ -1,7 +1,5 @@
 """Workers that come later join between two epochs of the others."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What servers tell each other of their loads."""
 
-from __future__ import annotations
-
 import pytest
 
 from kerasdist.parameter_server import ServerSettings

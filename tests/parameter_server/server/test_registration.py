@@ -1,7 +1,5 @@
 """Who is let in by a server, and who isn't."""
 
-from __future__ import annotations
-
 import re
 import threading
 

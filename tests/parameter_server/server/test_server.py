@@ -1,7 +1,5 @@
 """A server on the network: its port, strangers, its end."""
 
-from __future__ import annotations
-
 import pytest
 
 from groups import nothing_stays_open

@@ -1,7 +1,5 @@
 """Clocks: who is waited for."""
 
-from __future__ import annotations
-
 from kerasdist.parameter_server.served_table import Clocks
 
 

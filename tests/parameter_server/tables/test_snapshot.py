@@ -1,7 +1,5 @@
 """Snapshots: whole or not at all, and damage is noticed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat

@@ -1,7 +1,5 @@
 """One server's part of a table, beside plain numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

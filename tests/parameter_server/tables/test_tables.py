@@ -1,7 +1,5 @@
 """Bounded staleness over real connections, proved by what workers read."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """ParameterServerStrategy(mode="async") as a user meets it."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Workers and servers of ParameterServerStrategy(mode="async") are lost, and return."""
 
-from __future__ import annotations
-
 import signal
 import time
 

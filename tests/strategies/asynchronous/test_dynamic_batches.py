@@ -1,7 +1,5 @@
 """Batches that are dealt out: each of them once, over all workers, whoever is free."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Where a worker was lost messages name the others by their ranks in the job."""
 
-from __future__ import annotations
-
 import types
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Embeddings with ParameterServerStrategy(mode="async"): only touched rows travel."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

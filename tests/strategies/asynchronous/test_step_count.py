@@ -3,8 +3,6 @@
 One process that goes on with a backup is in _keras/optimizer/test_global_step.py.
 """
 
-from __future__ import annotations
-
 import json
 
 import keras

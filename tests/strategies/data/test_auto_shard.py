@@ -1,7 +1,5 @@
 """`auto_shard_policy`: files divided over the workers, and datasets of their own."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -5,8 +5,6 @@ predictions. Each rank makes "random" data of its own by `random_of(rank)`, so t
 reference can make the chief's.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scripts import PRELUDE

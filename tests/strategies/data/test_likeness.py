@@ -1,7 +1,5 @@
 """Hashes of rows, and what they say of where two workers' data are from."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

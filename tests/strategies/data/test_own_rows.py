@@ -1,7 +1,5 @@
 """Workers that make only their own rows of a dataset: those of one process."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

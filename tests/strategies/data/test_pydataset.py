@@ -1,7 +1,5 @@
 """Each worker reads its share of a PyDataset's items, and trains on its rows of all."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import types

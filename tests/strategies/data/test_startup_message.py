@@ -1,7 +1,5 @@
 """What the start-up line says of the data."""
 
-from __future__ import annotations
-
 import pytest
 
 from kerasdist.strategies.sync.data import GivenData, describe

@@ -4,8 +4,6 @@ The scripts use Keras alone, but for one line. The first worker computes the
 numbers without a distribution before, hence alone.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import zipfile
 

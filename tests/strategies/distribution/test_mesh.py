@@ -3,8 +3,6 @@
 The objects are Keras's own. Nothing is installed in this process.
 """
 
-from __future__ import annotations
-
 import keras
 import pytest
 from keras.src.distribution import distribution_lib

@@ -1,7 +1,5 @@
 """The cluster of `keras.distribution.initialize`, and the devices of all workers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Passes over a dataset by a worker alone: counted, and continued from a place."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Data are divided again when the workers change: each row is used once."""
 
-from __future__ import annotations
-
 import pytest
 
 from places import SUPPORT

@@ -1,7 +1,5 @@
 """Jobs whose worker is killed in the midst of an epoch, with data of all kinds."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """Replicas of one worker are added on their devices, here parts of one CPU."""
 
-from __future__ import annotations
-
 import logging
 import textwrap
 

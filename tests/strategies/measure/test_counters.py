@@ -1,7 +1,5 @@
 """`StepCounters`: what is counted and timed in graphs is summed up on the host."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 

@@ -1,7 +1,5 @@
 """`Sampling`: how many calls are measured, and which."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The clock of a strategy's steps, as those use it who look at training."""
 
-from __future__ import annotations
-
 import pytest
 
 from kerasdist.collectives.single import SingleCommunicator

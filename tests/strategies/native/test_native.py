@@ -4,8 +4,6 @@ A process can be a worker of only one native cluster and can't leave it, so noth
 of this runs inside the test's own process.
 """
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """`placement="auto"`, and a plan as a placement."""
 
-from __future__ import annotations
-
 import textwrap
 
 from devices import TWO_LAYERS

@@ -3,8 +3,6 @@
 That the numbers are those of one process is a part of `test_equivalence`.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 from devices import CLASSIFIER, begin

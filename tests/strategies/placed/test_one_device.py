@@ -1,7 +1,5 @@
 """What one device does of a placed model is measured, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import pytest
 from devices import begin
 

@@ -3,8 +3,6 @@
 Where operations were is what the runtime's metadata say, see `placement_zoo`.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

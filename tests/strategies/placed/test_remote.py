@@ -1,7 +1,5 @@
 """Layers on other workers' devices, in real processes; and what is lost with them."""
 
-from __future__ import annotations
-
 import json
 import signal
 import textwrap

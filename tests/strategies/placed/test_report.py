@@ -1,7 +1,5 @@
 """What ran where, summed up from the runtime's operations."""
 
-from __future__ import annotations
-
 from kerasdist._tf.graph_clocks import RunNode
 from kerasdist.strategies.placed.report import (
     Move,

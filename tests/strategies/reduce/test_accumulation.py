@@ -4,8 +4,6 @@ That the numbers are those of one process is in `cases`; here is what is sent, a
 what becomes of a window that is open when something is saved or begins.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scripts import PRELUDE

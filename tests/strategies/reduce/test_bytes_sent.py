@@ -1,7 +1,5 @@
 """What gradients look like on the wire: buckets, and 16 bits if asked for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scripts import PRELUDE

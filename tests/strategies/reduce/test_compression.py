@@ -1,7 +1,5 @@
 """Compressors in a job: what two workers compute, and what crosses the network."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scripts import PRELUDE

@@ -1,7 +1,5 @@
 """Collectives in a graph run one after the other, in the order of the program."""
 
-from __future__ import annotations
-
 import mmap
 import time
 

@@ -1,7 +1,5 @@
 """Where the indices of slices come from: what several replicas do with them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """Gradients of embeddings: what is sent, and that the numbers stay the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,7 +1,5 @@
 """`with` a strategy: the end of the block leaves the job."""
 
-from __future__ import annotations
-
 import pytest
 
 import kerasdist

@@ -1,7 +1,5 @@
 """`cluster_resolver`, as an argument and as the attribute that scripts read."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Which workers run on this host: by their addresses, in all ways to write them."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

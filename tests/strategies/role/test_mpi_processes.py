@@ -1,7 +1,5 @@
 """Strategies that can't use MPI refuse several processes of `mpirun`."""
 
-from __future__ import annotations
-
 import pytest
 
 import kerasdist

@@ -1,7 +1,5 @@
 """`ParameterServerStrategy.serve`: a server that doesn't end its process."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

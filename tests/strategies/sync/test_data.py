@@ -1,7 +1,5 @@
 """What each worker is given of the data: every sample once, in an agreed order."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

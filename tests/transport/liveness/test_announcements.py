@@ -1,7 +1,5 @@
 """Announcements: what the chief has done, known to others without a collective."""
 
-from __future__ import annotations
-
 import pytest
 
 from groups import outcomes

@@ -1,7 +1,5 @@
 """Supervisors: one word on what failed, on all ranks, whatever comes in."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Faults of real worker processes end every other one, in time, and say why."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Heartbeats between workers and servers."""
 
-from __future__ import annotations
-
 import math
 import os
 import queue

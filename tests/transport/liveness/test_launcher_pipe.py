@@ -1,7 +1,5 @@
 """Reports to the launcher: one line each, only on its own pipe, never in the way."""
 
-from __future__ import annotations
-
 import json
 import os
 

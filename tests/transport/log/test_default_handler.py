@@ -1,7 +1,5 @@
 """Where the library's lines go: in a script, an application, a notebook, a test."""
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -1,7 +1,5 @@
 """Decisions about the next epoch; messages survive their way, others are refused."""
 
-from __future__ import annotations
-
 import enum
 import json
 import tracemalloc

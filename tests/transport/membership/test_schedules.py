@@ -1,17 +1,13 @@
 """The agreement under schedules of loss, delay, duplicates, partitions and deaths."""
 
-from __future__ import annotations
-
 import collections
-import re
 import time
 
 import pytest
 
 from kerasdist.collectives.elastic.consensus import Attempt, PaxosParticipant
 from kerasdist.collectives.elastic.epochs import Member, StopReason
-from membership_schedules import explore, replay, run
-from membership_world import Violation, World
+from membership_world import Violation, World, run
 
 # Seeds of the suite, and those of the soak test in this many parts.
 FEW, MANY, PARTS = 2000, 1_000_000, 20
@@ -29,19 +25,9 @@ class AnyQuorum(PaxosParticipant):
 
 
 def test_random_schedules_find_a_broken_rule():
-    """And say by which few operations it shows."""
-    expected = (
-        r"(?s)two groups.*\nseed \d+, .* (\d+) operations, of these suffice:\n(.*)"
-    )
-    for seed in range(1000):
-        try:
+    with pytest.raises(Violation, match=r"(?s)^two .*\nseed \d+, "):
+        for seed in range(1000):
             run(seed, machine=AnyQuorum)
-        except Violation as violation:
-            if found := re.match(expected, str(violation)):
-                break
-    shrunk = list(operations(found[2].replace("\n", ";")))
-    assert replay(seed, shrunk, machine=AnyQuorum)
-    assert len(shrunk) < int(found[1]) / 2
 
 
 def test_few_random_schedules():
@@ -81,19 +67,6 @@ def test_a_loss_takes_two_round_trips_and_the_news(lost):
     for each in world.living():
         assert each.epoch == (1, others)
         assert not each.machine.decision.epoch.absent
-
-
-def test_a_loss_at_any_moment_in_any_order():
-    losses = [("kill", lost) for lost in range(3)]
-    states, ends = explore(World(3), losses=losses, until=2)
-    assert states > 1000
-    assert ends > 10
-
-
-def test_exploring_finds_a_broken_rule():
-    alarms = [("silent", 1, 0), ("silent", 0, 1)]
-    with pytest.raises(Violation, match=r"^two "):
-        explore(World(2, machine=AnyQuorum), losses=alarms, most=2)
 
 
 # Schedules that chance hardly ever finds: each breaks the agreement without one rule.

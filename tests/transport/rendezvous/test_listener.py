@@ -1,7 +1,5 @@
 """The listener: workers get through, strangers get nowhere and hold nobody up."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

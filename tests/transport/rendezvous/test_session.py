@@ -1,7 +1,5 @@
 """Workers come together, or each that came says who is missing and why."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import select

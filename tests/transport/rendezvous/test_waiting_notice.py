@@ -1,7 +1,5 @@
 """A start-up that waits says for which tasks, and why they aren't there."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

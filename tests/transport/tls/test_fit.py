@@ -1,7 +1,5 @@
 """A fit over TLS has the numbers of one without."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A TLS socket behaves as a plain one, for one thread and for several."""
 
-from __future__ import annotations
-
 import os
 import queue
 import socket

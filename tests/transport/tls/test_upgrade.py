@@ -1,7 +1,5 @@
 """Who has no valid certificate of the CA is refused, and both sides know why."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import socket

@@ -1,7 +1,5 @@
 """Both sides prove the secret, to each other and for one purpose, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

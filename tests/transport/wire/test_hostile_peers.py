@@ -1,7 +1,5 @@
 """Whatever comes in, from strangers or holders of the secret, nobody crashes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

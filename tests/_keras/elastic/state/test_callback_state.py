@@ -22,8 +22,6 @@ PLATEAU = keras.callbacks.ReduceLROnPlateau
 
 
 class Losses:
-    """One epoch after the other, with prescribed losses."""
-
     def __init__(self, callback: Any) -> None:
         self.model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         self.model.compile(keras.optimizers.SGD(1.0), "mse")

@@ -1,7 +1,5 @@
 """`kerasdist run -H`: real `sshd`s on hosts with addresses of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

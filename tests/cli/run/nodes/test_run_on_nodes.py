@@ -1,7 +1,5 @@
 """`kerasdist run --nnodes`: a launcher on each of several hosts."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

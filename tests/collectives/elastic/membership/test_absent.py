@@ -1,7 +1,5 @@
 """Processes that were out of contact when the others continued without them."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import socket

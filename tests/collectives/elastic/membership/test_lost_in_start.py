@@ -1,7 +1,5 @@
 """Workers that are lost, or late, before all of an elastic job are connected."""
 
-from __future__ import annotations
-
 import signal
 
 import elastic_members

@@ -1,7 +1,5 @@
 """Processes that were started again, or late, and members that are slow to answer."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest
