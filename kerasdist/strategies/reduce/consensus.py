@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
@@ -206,9 +205,10 @@ def check_state(
     )
 
 
-# Values that differ by more than this part of a variable's largest value, or than eight
-# units in the last place, don't differ by rounding.
+# Values that differ by more than this part of a variable's largest value don't differ
+# by rounding. Of bfloat16 it's eight units in the last place.
 _ROUNDING = 1e-4
+_ROUNDING_OF_16_BITS = 2.0**-4
 
 
 def _take_rounded(
@@ -234,7 +234,7 @@ def _take_rounded(
         wide = chief.astype(np.float64)
         # Next to nothing but zeros nothing is small.
         largest = np.max(np.abs(wide), initial=0.0) or np.finfo(np.float64).tiny
-        bound = max(_ROUNDING, 8 * float(ml_dtypes.finfo(chief.dtype).eps))
+        bound = _ROUNDING if chief.itemsize >= 4 else _ROUNDING_OF_16_BITS
         for copy in own:
             mine = np.asarray(copy).astype(np.float64)
             same = (mine == wide) | (np.isnan(mine) & np.isnan(wide))
@@ -250,8 +250,8 @@ def _take_rounded(
     log_once(
         "rounding",
         f"kerasdist: {len(variables)} variables differed between the workers by "
-        f"rounding, at most {most:.0e} of their largest value, as processors, numbers of "
-        "threads or GPUs add in different orders; all take rank "
+        f"rounding, at most {most:.0e} of their largest value, as processors, numbers "
+        "of threads or GPUs add in different orders; all take rank "
         f"{workers.communicator.ranks[0]}'s values then",
     )
     return True

@@ -4,12 +4,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from scripts import PRELUDE
 
 from kerasdist._keras.training.weight_updates import (
     embedding_tables,
     moves_all_rows,
     touched_rows,
 )
+from workers import Workers
 
 o = keras.optimizers
 FOLLOWING = {
@@ -86,3 +88,24 @@ def test_tables_are_those_of_embedding_layers():
     found = embedding_tables(model)
     tables = [v.path for v in model.trainable_weights if id(v) in found]
     assert [path.split("/")[-2:] for path in tables] == [["table", "embeddings"]]
+
+
+def test_threads_update_rows_in_the_same_order_on_all_workers():
+    """TensorFlow's own updates give other last bits in most epochs of this job."""
+    script = (
+        PRELUDE
+        + """
+strategy = kerasdist.RingStrategy(timeout=60)
+rng = np.random.default_rng(0)
+x, y = rng.integers(0, 20_000, (2048, 20)), rng.integers(0, 10, 2048)
+for optimizer in (keras.optimizers.SGD(0.1), keras.optimizers.Adagrad(0.1)):
+    with strategy.scope():
+        m = keras.Sequential([
+            keras.Input((20,), dtype="int32"), keras.layers.Embedding(20_000, 64),
+            keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(10)])
+        m.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(True))
+    m.fit(x, y, batch_size=512, epochs=3, verbose=0)
+"""
+    )
+    with Workers(script, 2, env={"TF_NUM_INTRAOP_THREADS": "4"}) as job:
+        assert "differed between" not in job.succeed()[0].output

@@ -183,6 +183,22 @@ result([refused(lambda: fit(m, [Drift()])), len(m.history.epoch)])
         assert epochs == 0
 
 
+def test_weights_that_differ_by_rounding_become_the_chiefs(session, tmp_path):
+    body = """
+m = build()
+class Drift(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if rank == 1:
+            bias = self.model.layers[-1].bias
+            bias.assign(bias * (1 + 1e-6))
+fit(m, [Drift()], epochs=2)
+result(state(m))
+"""
+    chief, other = session.finish(body, FOLDER=str(tmp_path))
+    assert chief.result == other.result
+    assert chief.output.count("1 variables differed between the workers by round") == 1
+
+
 def test_dropout_differs_per_replica_and_is_reproducible(run):
     body = """
 def masks():
