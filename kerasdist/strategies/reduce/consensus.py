@@ -226,7 +226,7 @@ def _take_rounded(
         Whether that was so, the same on all workers. Else nothing has changed.
     """
     copies = [workers.copies(variable) for _, variable in variables]
-    if not all(each[0].dtype.is_floating for each in copies):
+    if not all(tf.as_dtype(each[0].dtype).is_floating for each in copies):
         return False
     chiefs = workers.communicator.broadcast([np.asarray(each[0]) for each in copies])
     gap = 0.0

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from kerasdist._keras.context import setting
-from kerasdist._keras.training.optimizers import sgd_step
+from kerasdist._keras.training.weight_updates import sgd_step
 
 KINDS = {
     "plain": {},
