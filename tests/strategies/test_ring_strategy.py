@@ -3,6 +3,7 @@
 What one process does alike with parameter servers is tested with both strategies.
 """
 
+import gc
 import json
 import threading
 
@@ -12,6 +13,7 @@ import pytest
 from scripts import PRELUDE
 
 import kerasdist
+from kerasdist.collectives.connect import Job
 from kerasdist.errors import ClusterError
 from sessions import Session
 
@@ -111,6 +113,23 @@ def test_collected_without_close(name):
         getattr(kerasdist, name)().scope()
 
     make()  # the check for what is left behind runs after each test
+
+
+def test_a_thread_that_collects_a_strategy_may_hold_locks_of_its_job(monkeypatch):
+    lock, had, left = threading.Lock(), [], threading.Event()
+    close = Job.close
+
+    def close_with_lock(job, error=None):
+        had.append(lock.acquire(timeout=5))
+        close(job, error)
+        left.set()
+
+    monkeypatch.setattr(Job, "close", close_with_lock)
+    with lock:
+        kerasdist.RingStrategy().scope()
+        gc.collect()
+    assert left.wait(30)
+    assert had == [True]
 
 
 # Two workers.

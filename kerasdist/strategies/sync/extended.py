@@ -12,6 +12,7 @@ local replicas synchronizes them with a merge call.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -346,6 +347,18 @@ class SynchronousExtended(SharingExtended):
 _Self = TypeVar("_Self", bound="DataParallelStrategy")
 
 
+def _leave_in_thread(leave: Callable[[BaseException | None], None]) -> None:
+    """Leave the job of a strategy that is collected as garbage.
+
+    Any thread collects garbage, at any allocation: also the one that watches the job,
+    while it holds a lock that the end of the job needs.
+    """
+    with contextlib.suppress(RuntimeError):  # the interpreter ends: the job has ended
+        threading.Thread(
+            target=leave, args=(None,), name="kerasdist-leave", daemon=True
+        ).start()
+
+
 class DataParallelStrategy(BlockStrategy):
     """A strategy whose workers train copies of one model on parts of the data.
 
@@ -390,7 +403,7 @@ class DataParallelStrategy(BlockStrategy):
         # Without a reference to the strategy, so that it can be collected.
         self._leave_job = leave or job.close
         self._shares_job = leave is not None
-        self._finalizer = weakref.finalize(self, self._leave_job, None)
+        self._finalizer = weakref.finalize(self, _leave_in_thread, self._leave_job)
         self._finalizer.atexit = False
         close_at_exit(job)
 
