@@ -4,8 +4,6 @@
 CONTRIBUTING.md.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pickle

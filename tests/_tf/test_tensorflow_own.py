@@ -3,8 +3,6 @@
 MirroredStrategy runs the same tests beside it: what it passes, we must pass.
 """
 
-from __future__ import annotations
-
 import collections
 
 import pytest

@@ -4,8 +4,6 @@ The models here have a gradient of exactly 1: by how much a weight has sunk is t
 that a step was taken with.
 """
 
-from __future__ import annotations
-
 import zipfile
 
 import keras

@@ -1,7 +1,5 @@
 """`fit`'s loop, numbers of rows, optimizers, and what is made outside of the scope."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The exit code is 1 if one that was found has failed. What wasn't found is named.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -6,8 +6,6 @@ Prints one line for each fault. Kubernetes's own kinds are validated against its
 schemas, those of Kubeflow against the models of its Python packages.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A line of code is one that is neither empty nor a comment nor part of a docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import statistics
 from pathlib import Path

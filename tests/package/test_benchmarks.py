@@ -1,7 +1,5 @@
 """The benchmarks' scripts still work, with the smallest sizes and without peers."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

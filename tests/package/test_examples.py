@@ -1,7 +1,5 @@
 """The examples do what they say."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

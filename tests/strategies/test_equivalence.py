@@ -5,8 +5,6 @@ in one job, or two; the numbers of one plain process are the reference. On all r
 numbers must be the same bits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import re
@@ -223,6 +221,9 @@ def test_workers_equal_one_process(
         "TESTS": SCRIPTS_PATH,
         "DEVICES": str(devices),
         "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
+        # Unlike other tests: threads must not change any number.
+        "TF_NUM_INTRAOP_THREADS": "3",
+        "TF_NUM_INTEROP_THREADS": "4",
     }
     if placed:
         env["PLACED"] = str(placed)

@@ -1,7 +1,5 @@
 """A real TensorBoard, and a real Chromium to look at pages with."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

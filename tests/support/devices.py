@@ -1,7 +1,5 @@
 """Scripts that place layers: on several devices, which are made of one CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import textwrap
 from collections.abc import Callable, Iterator

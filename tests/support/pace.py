@@ -5,8 +5,6 @@ machine is, because of its processor or of other work on it, is measured once, a
 start of the session.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """What scripts of workers that train begin with: imports, and small functions."""
 
-from __future__ import annotations
-
 PRELUDE = """
 import contextlib, hashlib, json, os, signal, sys, time
 from pathlib import Path

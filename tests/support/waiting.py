@@ -1,7 +1,5 @@
 """Waits for what nothing tells of: a file, a process that ends, another thread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

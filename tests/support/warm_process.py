@@ -15,8 +15,6 @@ Since the middle one has ended, the worker is a child of pytest, which takes in 
 started by itself. This process ends when pytest closes the socket, or is gone.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """Updates that wait for the commit of their step, and steps that would notice it."""
 
-from __future__ import annotations
-
 import pytest
 import tensorflow as tf
 

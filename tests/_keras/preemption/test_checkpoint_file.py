@@ -1,7 +1,5 @@
 """A checkpoint that is odd, or isn't a file, is refused in words, and nothing waits."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os

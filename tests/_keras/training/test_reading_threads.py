@@ -1,7 +1,5 @@
 """A process whose `fit` has failed ends, also while its dataset reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scripts import PRELUDE

@@ -1,7 +1,5 @@
 """The GPUs of a host and their division: real processes, and a program as driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
