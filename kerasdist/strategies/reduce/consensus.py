@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist.errors import CollectiveMismatch
+from kerasdist.placement.plan import counted
 from kerasdist.strategies.reduce.workers import Workers
 
 _SMALL_BYTES = 1 << 16
@@ -249,7 +250,7 @@ def _take_rounded(
             copy.assign(tf.convert_to_tensor(chief, copy.dtype))
     log_once(
         "rounding",
-        f"kerasdist: {len(variables)} variables differed between the workers by "
+        f"kerasdist: {counted(len(variables), 'variable')} differed between the workers by "
         f"rounding, at most {most:.0e} of their largest value, as processors, numbers "
         "of threads or GPUs add in different orders; all take rank "
         f"{workers.communicator.ranks[0]}'s values then",
