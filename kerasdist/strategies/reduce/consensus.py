@@ -250,9 +250,9 @@ def _take_rounded(
             copy.assign(tf.convert_to_tensor(chief, copy.dtype))
     log_once(
         "rounding",
-        f"kerasdist: {counted(len(variables), 'variable')} differed between the workers by "
-        f"rounding, at most {most:.0e} of their largest value, as processors, numbers "
-        "of threads or GPUs add in different orders; all take rank "
+        f"kerasdist: {counted(len(variables), 'variable')} differed between the "
+        f"workers by rounding, at most {most:.0e} of their largest value, as "
+        "processors, numbers of threads or GPUs add in different orders; all take rank "
         f"{workers.communicator.ranks[0]}'s values then",
     )
     return True
