@@ -84,8 +84,8 @@ def _same_device(distributed: Any, variable: Any) -> Any | None:
 # The slices of all workers may have one index several times. TensorFlow's threads share
 # the slices of `scatter_sub`, each adding some of them: the order of those of one row,
 # and so the last bit of their sum, differs between workers, and weights would drift
-# apart. `ResourceScatterNdSub` takes slices in their order on a CPU, in one thread. On a
-# GPU neither has an order: see `strategies.reduce.consensus`.
+# apart. `ResourceScatterNdSub` takes slices in their order on a CPU, in one thread. On
+# a GPU neither has an order: see `strategies.reduce.consensus`.
 
 
 def add_rows(
