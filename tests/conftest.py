@@ -1,7 +1,5 @@
 """Fixtures on top of `workers` and `hosts`, and the check that nothing is left."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Kinds of data; and gradients that are slices of a table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What scripts do with the gradients of their own steps, and optimizers with theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses, weights of samples, and metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses and metrics that compare, select, sort or normalize the rows of a batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

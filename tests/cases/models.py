@@ -1,7 +1,5 @@
 """Models, and steps of their own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

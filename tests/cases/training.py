@@ -1,7 +1,5 @@
 """What cases have in common: data, a model, and training."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The launcher, for tests of its commands."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The manifests in examples/: schemas and commands; lint of the Dockerfile."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ They have the numbers of one process, also after a loss. By the interpreter of
 `make engines`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """What the documentation says is so: links, code, commands, settings, messages."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -4,8 +4,6 @@ A change on purpose: `python tests/package/test_public_api.py` writes the file a
 and the diff belongs into the commit and the changelog.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

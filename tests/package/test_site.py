@@ -1,7 +1,5 @@
 """The documentation site: it is built, and its start page is looked at in a browser."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import html

@@ -1,7 +1,5 @@
 """The cut is the best one: compared with all cuts there are."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

@@ -1,7 +1,5 @@
 """Plans, their tables, and what they say when nothing fits."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import re

@@ -1,7 +1,5 @@
 """`kerasdist.run`: real launchers and workers, which don't need TensorFlow."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -4,8 +4,6 @@ The model counts by itself: a sample's row of an embedding sinks by exactly 0.5 
 optimizer's step has used the sample. A metric counts them, too, over all workers.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import signal

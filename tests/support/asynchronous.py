@@ -3,8 +3,6 @@
 results = run(body, size=3)      # what each worker has printed as its result
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

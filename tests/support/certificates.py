@@ -1,7 +1,5 @@
 """A CA and the certificates of tasks, as files, for tests of TLS."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 from pathlib import Path

@@ -7,8 +7,6 @@ sections end with an error, on all ranks alike.
     double.begin(fail_at={5})
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator

@@ -1,7 +1,5 @@
 """Elastic jobs that lose workers, and what must hold after each of them."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import socket

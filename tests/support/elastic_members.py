@@ -9,8 +9,6 @@ turn it is sends itself a signal. Every fifth turn the members admit those that 
 and those leave that were sent SIGTERM.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

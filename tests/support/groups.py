@@ -6,8 +6,6 @@
 A kind of group says what its ranks talk through; `KINDS` has all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

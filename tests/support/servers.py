@@ -4,8 +4,6 @@ with Servers(workers=2, servers=1, mode="async") as job:
     tables = job.run(lambda client: client.open_table(variables, values))
 """
 
-from __future__ import annotations
-
 import json
 import textwrap
 import threading

@@ -4,8 +4,6 @@
 @pytest.mark.parametrize("name", but_soak(["sgd"], OPTIMIZERS))
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Connected TLS sockets, as `dial_tcp` and `Listener` make them."""
 
-from __future__ import annotations
-
 import functools
 import socket
 import tempfile

@@ -27,7 +27,7 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.global_batch.losses import recorded
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist._tf.variables import LAST_LOGS
+from kerasdist._tf.variables import LAST_LOGS, of_tensorflow
 from kerasdist.transport import log
 
 # The path of a number in logs: names, from outside to inside.
@@ -126,7 +126,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
     Returns:
         The logs, the same on all workers.
     """
-    logs = numbers_of(logs)
+    logs = _map(_own_number, logs)
     function = trainer.test_function if current.evaluating else trainer.train_function
     last: LastLogs | None = LAST_LOGS.get(inspect.unwrap(function))
     rows, complete, kept = (0.0, False, {}) if last is None else last.values()
@@ -156,6 +156,12 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
     texts = hooks.consensus.texts(json.dumps(report))
     every = [json.loads(texts[rank]) for rank in sorted(texts)]
     return _put_together(trainer, hooks, logs, every, last)
+
+
+def _own_number(value: Any) -> Any:
+    """Return this worker's number of a variable: another one may have no logs."""
+    is_variable = isinstance(value, (keras.Variable, tf.Variable))
+    return _mean_of_replicas(value) if is_variable else value
 
 
 def _put_together(
@@ -251,14 +257,12 @@ def _results(trainer: Any, *, local: bool) -> dict[_Path, Any]:
 
 def _of_this_worker(trainer: Any, metric: Any) -> Any:
     """Return the mean of the replicas' own results, as in Keras's logs."""
-    strategy = trainer.distribute_strategy
-    results = strategy.run(metric.result)
+    return _map(_mean_of_replicas, trainer.distribute_strategy.run(metric.result))
 
-    def mean(value: Any) -> Any:
-        local = strategy.experimental_local_results(value)
-        return np.mean([np.asarray(part) for part in local], axis=0)
 
-    return _map(mean, results)
+def _mean_of_replicas(value: Any) -> Any:
+    parts = _tf.local_results(of_tensorflow(value))
+    return np.mean([np.asarray(part) for part in parts], axis=0)
 
 
 def _map(function: Callable[[Any], Any], logs: Any) -> Any:

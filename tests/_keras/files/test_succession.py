@@ -1,7 +1,5 @@
 """The chief is killed in `fit`, and so is the next one: their files are continued."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TensorBoard's page on what `ScalingTensorBoard` has written, in a real browser."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -2,6 +2,7 @@
 
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,12 @@ import pytest
 from groups import in_threads, nothing_stays_open, outcomes
 from kerasdist import errors
 from kerasdist.parameter_server import ServerSettings, Variable, enter
+from kerasdist.parameter_server.membership import ServerHello
 from kerasdist.parameter_server.server import registration
+from kerasdist.parameter_server.server.handler import RequestHandler
 from kerasdist.parameter_server.snapshots import path_of
 from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous import dial
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from pace import bound
@@ -150,3 +154,37 @@ def test_a_task_that_is_started_twice_does_not_displace_the_first_one(mode):
         both = job.run(lambda c: c.communicator.all_reduce([np.ones(2)])[0].tolist())
         assert both == [[2.0, 2.0]] * 2
         assert job.clients[0].events == []
+
+
+def test_who_gives_up_because_of_a_lost_worker_is_not_taken_for_it_alone():
+    """Both connections end between two looks, in whatever order."""
+    settings, told = ServerSettings(), []
+    handler = RequestHandler(0, 1, 4, settings, Timeouts())
+    lines = [
+        SimpleNamespace(ended=False, close=list, write_json=lambda *a: told.append(a))
+        for _ in range(3)
+    ]
+    hello = ServerHello(
+        server=0,
+        line="control",
+        settings=settings.agreed(),
+        incarnation="x",
+        replicas=1,
+    )
+    arrivals = [[(rank, line, hello) for rank, line in enumerate(lines)]]
+
+    def take(seconds):
+        lines[1].ended = not arrivals
+        return arrivals.pop() if arrivals else []
+
+    stop = threading.Event()
+    # Meanwhile the other one is noticed.
+    stop.wait = lambda timeout=None: setattr(lines[0], "ended", True)
+    registrar = registration.Registrar(
+        *(handler, "here:1", [f"w{rank}:1" for rank in range(4)], take, stop),
+        lambda worker: None,
+        once=True,
+    )
+    with pytest.raises(errors.StartupError, match=r"rank 0 \(w0:1\), rank 1 \(w1:1\)"):
+        registrar.gather(Deadline(20.0))
+    assert sorted(map(int, told[-1][1]["missing"])) == [0, 1]

@@ -1,7 +1,5 @@
 """Collectives at one server, while workers are lost and join."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

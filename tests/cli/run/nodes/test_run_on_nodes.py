@@ -1,6 +1,7 @@
 """`kerasdist run --nnodes`: a launcher on each of several hosts."""
 
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +10,7 @@ import pytest
 from hosts import Hosts
 from kerasdist import cli
 from kerasdist.cli.run import command
-from kerasdist.cli.run.nodes import meeting
+from kerasdist.cli.run.nodes import RendezvousError, meeting
 from kerasdist.cli.run.options import NodeOptions
 from kerasdist.transport import log
 from kerasdist.transport.deadline import Deadline
@@ -123,14 +124,24 @@ def test_launchers_say_for_whom_they_wait(hosts, launchers):
     assert [code for code, _, _ in ends(jobs)] == [0, 0, 0]
 
 
-def options_at(rendezvous, count):
-    return NodeOptions(count=count, rank=0, rendezvous=rendezvous, seconds=60)
+def options_at(rendezvous, count, seconds=60):
+    return NodeOptions(count=count, rank=0, rendezvous=rendezvous, seconds=seconds)
 
 
 def test_an_error_of_the_block_is_unchanged():
     options = options_at(f"127.0.0.1:{free_ports(1)[0]}", 1)
     with pytest.raises(PermissionError), meeting(options, 1, 0, SECRET):
         raise PermissionError("a folder")
+
+
+def test_a_second_launcher_on_a_machine_is_told_what_it_lacks():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        options = options_at(f"127.0.0.1:{other.getsockname()[1]}", 2, seconds=1)
+        with (
+            pytest.raises(RendezvousError, match="give each its --node-rank"),
+            meeting(options, 1, 0, SECRET),
+        ):
+            pass
 
 
 @pytest.mark.parametrize(
