@@ -38,11 +38,9 @@ class Steps(keras.callbacks.Callback):
         self.epoch, self.own = epoch, 0
     def on_train_batch_begin(self, batch, logs=None):
         self.found.append(int(steps_of(self.model.optimizer)))
-        end = time.monotonic() + 30
-        while rank and self.epoch and self.own == 3 and time.monotonic() < end:
-            # The chief needs its steps.
-            if os.path.exists(folder + "/again0"):
-                break
+        # The chief needs its steps.
+        wait = rank and self.epoch and self.own == 3
+        while wait and not os.path.exists(folder + "/again0"):
             time.sleep(0.01)
     def on_train_batch_end(self, batch, logs=None):
         self.own += 1
