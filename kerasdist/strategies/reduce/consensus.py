@@ -227,7 +227,10 @@ def _take_rounded(
         Whether that was so, the same on all workers. Else nothing has changed.
     """
     copies = [workers.copies(variable) for _, variable in variables]
-    if not all(tf.as_dtype(each[0].dtype).is_floating for each in copies):
+    # Models that differ on purpose may have other shapes, too: all decide alike.
+    kinds = [(tf.as_dtype(each[0].dtype), tuple(each[0].shape)) for each in copies]
+    every = Consensus(workers).texts(repr(kinds))
+    if len(set(every.values())) > 1 or not all(kind.is_floating for kind, _ in kinds):
         return False
     chiefs = workers.communicator.broadcast([np.asarray(each[0]) for each in copies])
     gap = 0.0
