@@ -336,6 +336,8 @@ class KerasHooks:
         local: Steps of each worker by itself; None if gradients are reduced.
         checkpoint: The `elastic.training_state.CheckpointFile` of an elastic job;
             else None.
+        tune: Makes a train function that is tuned from one that isn't, for a model; see
+            `strategies.tuning.Tuner`. None: nothing is tuned.
     """
 
     workers: WorkerHooks
@@ -349,6 +351,7 @@ class KerasHooks:
     elastic: ElasticHooks | None = None
     local: LocalHooks | None = None
     checkpoint: Any = None
+    tune: Callable[[Any, Any], Callable[[Any], Any]] | None = None
 
     @property
     def updates_alike(self) -> bool:

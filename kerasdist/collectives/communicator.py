@@ -141,9 +141,12 @@ class Communicator(abc.ABC):
         peers: The ranks of the group, with their names in messages.
         step: The optimizer step that messages name; the strategy counts it.
         shares_memory: Whether all ranks read one memory, so that sending is cheap.
+        piece_bytes: The size of the pieces in which a ring sends, the same on all
+            ranks; 0 where nothing is sent in such pieces.
     """
 
     shares_memory: bool = False
+    piece_bytes: int = 0
 
     rank: int
     size: int

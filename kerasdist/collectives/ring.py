@@ -22,6 +22,10 @@ from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.tracing import Recorder, SpanTimer
 
+# Chunks are sent in pieces of this size. It's less than the kernel's buffers, and stays
+# in a core's own cache until it is added.
+_PIECE_BYTES = 512 << 10
+
 # Collectives over several hosts: memory inside a host, a ring between hosts.
 #
 #     L: the workers of one host     D: one leader per host
@@ -64,6 +68,18 @@ class HierarchicalCommunicator(CheckedCommunicator):
         self._host = next(i for i, ranks in enumerate(self._hosts) if rank in ranks)
         self._local = local
         self._leaders = leaders
+        self._piece_bytes = _PIECE_BYTES
+
+    @property
+    def piece_bytes(self) -> int:
+        """See `RingCommunicator`: of the ring of leaders, on all ranks."""
+        return self._piece_bytes
+
+    @piece_bytes.setter
+    def piece_bytes(self, size: int) -> None:
+        self._piece_bytes = size
+        if self._leaders is not None:
+            self._leaders.piece_bytes = size
 
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
@@ -173,9 +189,6 @@ def all_gather_steps(rank: int, size: int, first: int) -> Iterator[tuple[int, in
         yield (rank + first - step) % size, (rank + first - step - 1) % size
 
 
-# Chunks are sent in pieces of this size. It's less than the kernel's buffers, and stays
-# in a core's own cache until it is added.
-_PIECE_BYTES = 512 << 10
 # Up to this size buffers are sent whole, if that moves at most this many more bytes.
 _SMALL_BYTES = 64 << 10
 _MORE_BYTES = 16 << 10
@@ -191,6 +204,7 @@ class RingCommunicator(CheckedCommunicator):
 
     Attributes:
         transport: As given.
+        piece_bytes: The size of pieces, the same on all ranks.
     """
 
     def __init__(
@@ -201,6 +215,7 @@ class RingCommunicator(CheckedCommunicator):
         self._right = (self.rank + 1) % self.size
         self._left = (self.rank - 1) % self.size
         self._results = BufferPool()
+        self.piece_bytes = _PIECE_BYTES
 
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
@@ -231,7 +246,7 @@ class RingCommunicator(CheckedCommunicator):
             return flat
         view = octets(flat)
         width = dtype.itemsize
-        room = np.empty(min(elements, _PIECE_BYTES // width), dtype)
+        room = np.empty(min(elements, self.piece_bytes // width), dtype)
         for send, receive in reduce_scatter_steps(self.rank, self.size):
             for out, into in self._pieces(elements, width, send, receive):
                 mine = flat[into]
@@ -263,7 +278,7 @@ class RingCommunicator(CheckedCommunicator):
             equal_part(elements, self.size, send),
             equal_part(elements, self.size, receive),
         )
-        most = _PIECE_BYTES // width
+        most = self.piece_bytes // width
         for start in range(0, max(longest, 1), most):
             yield (
                 _within(out, start, most),
@@ -278,8 +293,8 @@ class RingCommunicator(CheckedCommunicator):
         self, view: memoryview, root: int, call: Call, deadline: Deadline
     ) -> None:
         first, last = self.rank == root, self._right == root
-        for start in range(0, max(len(view), 1), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
+        for start in range(0, max(len(view), 1), self.piece_bytes):
+            piece = view[start : start + self.piece_bytes]
             if not first:
                 self.transport.exchange(
                     call, deadline, source=self._left, incoming=piece

@@ -308,6 +308,8 @@ class Options:
         bucket_size: Bytes of gradients that are sent at once.
         compression: What sums gradients in place of an all-reduce, if anything does;
             given as a name, too.
+        tune: Whether steps are tuned, see `strategies.tuning`.
+        compressors: The names of those that tuning may choose in place of none.
 
     Raises:
         ValueError: One of them is wrong.
@@ -318,6 +320,8 @@ class Options:
     data: str
     bucket_size: int
     compression: Compressor | None
+    tune: bool = False
+    compressors: tuple[str, ...] = ()
 
     @property
     def shards(self) -> bool:

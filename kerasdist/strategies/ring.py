@@ -52,6 +52,7 @@ from kerasdist.strategies.sync.elastic_extended import (
     ExtendedAlone,
 )
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
+from kerasdist.strategies.tuning import faster_job
 from kerasdist.transport import Timeouts
 from kerasdist.transport.log import name_task
 
@@ -114,7 +115,8 @@ class RingStrategy(DataParallelStrategy):
             smaller, and loses nothing. "bf16" and "fp16" send 16 bits. "powersgd"
             (`kerasdist.PowerSGD`) and "topk" (`kerasdist.TopK`) send a small part,
             and keep the rest for the next step. All workers still end with the same
-            bits, but no longer with those of one process.
+            bits, but no longer with those of one process. "auto": as with `tune`,
+            "factors" or "bf16" if steps are faster with it.
         local_steps: The number of steps that each worker takes by itself in `fit` and
             `train_on_batch` before all average their weights, or
             `kerasdist.LocalSteps`, which may have an outer optimizer (DiLoCo). Nothing
@@ -126,6 +128,12 @@ class RingStrategy(DataParallelStrategy):
             without effect on compiled steps. `BatchNormalization` that isn't
             synchronized normalizes each worker's own rows. None: all replicas get as
             many.
+        tune: Whether the first steps of `fit`, 20 at most, try other values of
+            `bucket_size`, and all others take the fastest; and whether the transport is
+            measured, where `transport="auto"` has a choice. What is found is logged,
+            and written to a file in `KERASDIST_CHECKPOINT_DIR` (`.kerasdist`), which
+            the next run reads. Not with `elastic` or `local_steps`; without effect on
+            compiled steps.
         local_reduction: Where a worker's replicas are added: "device": on their
             devices, by TensorFlow's collectives inside of this process, which are
             NCCL's on GPUs; "host": in host memory; "auto": on GPUs if there are
@@ -185,6 +193,7 @@ class RingStrategy(DataParallelStrategy):
         compression: str | Compressor | None = None,
         local_steps: int | LocalSteps | None = None,
         balance: str | None = None,
+        tune: bool = False,
         local_reduction: str = "auto",
         placement: Mapping[str, str] | Plan | None = None,
         micro_batches: int = 1,
@@ -194,12 +203,18 @@ class RingStrategy(DataParallelStrategy):
         start_workers: int | None = None,
     ) -> None:
         check_installed()
+        if not isinstance(tune, bool):
+            raise ValueError(f"`tune` must be True or False. Received: tune={tune!r}.")
+        chooses = compression == "auto"
+        tune = tune or chooses
         options = Options(
             initial_state=initial_state,
             shard=shard,
             data=data,
             bucket_size=bucket_size,
-            compression=compressor_of(compression),
+            compression=None if chooses else compressor_of(compression),
+            tune=tune,
+            compressors=("factors", "bf16") if chooses else (),
         )
         timeouts = Timeouts(
             collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
@@ -269,6 +284,13 @@ class RingStrategy(DataParallelStrategy):
                 (local, f"local_steps={local!r}: no step waits for another worker"),
                 (shard != "rows", f"shard={shard!r}: each worker has data of its own"),
             )
+        if tune:
+            refuse_together(
+                "Communication isn't tuned with every option.",
+                "compression='auto'" if chooses else "tune=True",
+                (bounds, "elastic=True: workers may join or leave"),
+                (local, f"local_steps={local!r}: no gradients are sent"),
+            )
         if bounds is not None:
             asked = "mpi" if place.needs_mpi else transport
             fixed = asked in ("native", "mpi")
@@ -299,13 +321,17 @@ class RingStrategy(DataParallelStrategy):
             )
             used, extended = "tcp", ElasticExtended
         else:
-            connected = connect(
+            connect_by = functools.partial(
+                connect,
                 place,
-                transport=transport,
                 timeouts=timeouts,
                 replicas=replicas,
                 native=native_communicator.connector(in_use),
             )
+            connected = connect_by(transport=transport)
+            if tune and transport == "auto" and connected.transport == "hierarchical":
+                ring = functools.partial(connect_by, transport="tcp")
+                connected = faster_job(connected, ring)
             job, used, extended = connected, connected.transport, SynchronousExtended
             try:
                 if used == "native":

@@ -105,6 +105,12 @@ FOLDER_VARIABLE = "KERASDIST_CHECKPOINT_DIR"
 _FOLDER = ".kerasdist"
 
 
+def checkpoint_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the absolute path of the folder of what the next run continues with."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get(FOLDER_VARIABLE) or _FOLDER).absolute()
+
+
 class CheckpointFile:
     """The checkpoint of one strategy of this script, with these arguments.
 
@@ -117,8 +123,7 @@ class CheckpointFile:
     """
 
     def __init__(self, name: str, environ: Mapping[str, str] | None = None) -> None:
-        environ = os.environ if environ is None else environ
-        folder = Path(environ.get(FOLDER_VARIABLE) or _FOLDER).absolute()
+        folder = checkpoint_folder(environ)
         command = [os.path.abspath(sys.argv[0]), *sys.argv[1:], name]
         digest = hashlib.sha256(json.dumps(command).encode()).hexdigest()[:16]
         self.path = folder / f"preempted-{digest}.npz"

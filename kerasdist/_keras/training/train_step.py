@@ -83,6 +83,8 @@ class InstrumentedStep:
         self._timer = timer
         self._single = single
         self._made: dict[bool | None, Callable[[Any], Any]] = {}
+        # Those of other variants, see `trace_for`.
+        self._variants: dict[Any, dict[bool | None, Callable[[Any], Any]]] = {}
 
     def __call__(self, iterator: Any) -> Any:
         """Take steps on the batches of an iterator."""
@@ -104,6 +106,14 @@ class InstrumentedStep:
         several = timed and not self._single
         timer.leave(int(self._trainer.steps_per_execution) if several else 1)
         return logs
+
+    def trace_for(self, variant: Any) -> None:
+        """Call functions from now on that are traced for a variant of the step."""
+        self._made = self._variants.setdefault(variant, {})
+
+    def drop_other_variants(self) -> None:
+        """Release the functions of variants that aren't called any more."""
+        self._variants.clear()
 
     def _get(self, kind: bool | None) -> Callable[[Any], Any]:
         if kind not in self._made:
@@ -245,6 +255,8 @@ def make_function(
             LAST_LOGS.set(elastic, last)
         return elastic
     calls: Callable[[Any], Any] = InstrumentedStep(trainer, make, timer)
+    if hooks.tune is not None and training:
+        calls = hooks.tune(trainer, calls)
     if hooks.elastic is not None:
         calls = test_function(
             trainer, hooks, lambda: InstrumentedStep(trainer, make, timer)

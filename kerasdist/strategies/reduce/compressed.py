@@ -24,10 +24,13 @@ class Memories:
 
     Args:
         compressor: What they are for.
+
+    Attributes:
+        compressor: The same; one without a memory may take its place.
     """
 
     def __init__(self, compressor: Compressor | None) -> None:
-        self._compressor = compressor
+        self.compressor = compressor
         # The graph that was traced last, and bytes of its gradients.
         self._graph: weakref.ref[Any] | None = None
         self._bytes = (0, 0)
@@ -46,8 +49,8 @@ class Memories:
         """
         keys = [(id(owner), replica) for owner in owners]
         known = [key in self._kept for key in keys]
-        if self._compressor is not None and not all(known):
-            first = self._compressor.init([tuple(shape) for shape in shapes])
+        if self.compressor is not None and not all(known):
+            first = self.compressor.init([tuple(shape) for shape in shapes])
             for key, owner, there, arrays in zip(
                 keys, owners, known, first, strict=True
             ):
@@ -93,7 +96,7 @@ class Memories:
             "bytes_before" and "bytes_after", of one replica; "unsent_norm": of what the
             replicas of this worker have not sent yet.
         """
-        compressor = self._compressor
+        compressor = self.compressor
         if compressor is None or self._graph is None:
             return {}
         before, after = map(float, self._bytes)
@@ -111,13 +114,13 @@ class Memories:
             kept: The variables whose values are those before the next step. Others were
                 made in a step that is repeated, and begin again.
         """
-        if self._compressor is None:
+        if self.compressor is None:
             return
         known = {id(variable) for variable in kept}
         for owner, made in self._kept.values():
-            values = self._compressor.restart([each.numpy() for each in made])
+            values = self.compressor.restart([each.numpy() for each in made])
             if any(id(each) not in known for each in made):
-                (values,) = self._compressor.init([tuple(owner().shape)])
+                (values,) = self.compressor.init([tuple(owner().shape)])
             for variable, value in zip(made, values, strict=True):
                 variable.assign(value)
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.compression import Compressor
 from kerasdist.strategies.options import Options, StrategyJob
 from kerasdist.strategies.reduce.compressed import Memories
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
@@ -203,7 +204,6 @@ class Workers:
     Attributes:
         job, ops: See above.
         bucket_size: Bytes of gradients that are sent at once.
-        compression: The compressor of gradients, or None.
         memories: What the replicas keep of their gradients.
         devices: Canonical names of this worker's devices, as a tuple.
         host: The CPU that these devices belong to.
@@ -224,12 +224,20 @@ class Workers:
         self.devices = tuple(devices)
         self.host = _tf.host_of(devices[0])
         self.bucket_size = options.bucket_size
-        self.compression = options.compression
         self.memories = Memories(options.compression)
         self._shards = options.shards
         self.cuts: Cuts = None
         self.excluding = False
         self.fault: Exception | None = None
+
+    @property
+    def compression(self) -> Compressor | None:
+        """The compressor of gradients, or None, with which a step is traced."""
+        return self.memories.compressor
+
+    @compression.setter
+    def compression(self, compressor: Compressor | None) -> None:
+        self.memories.compressor = compressor
 
     @property
     def communicator(self) -> Communicator:

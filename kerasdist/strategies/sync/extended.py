@@ -48,6 +48,7 @@ from kerasdist.strategies.reduce.workers import (
     sum_over_replicas,
 )
 from kerasdist.strategies.sync.data import SharingExtended, SynchronousData
+from kerasdist.strategies.tuning import Tuner
 
 
 class SynchronousExtended(SharingExtended):
@@ -126,6 +127,9 @@ class SynchronousExtended(SharingExtended):
             ),
             data=self.data,
             local=self._make_local(),
+            tune=Tuner(workers, log_once, options.compressors)
+            if options.tune and workers.size > 1
+            else None,
         )
 
     def _gradients_in_words(self, options: Options) -> str:

@@ -1,0 +1,433 @@
+"""Communication that tunes itself: `RingStrategy(tune=True)`.
+
+    constructor       the transport, where there are two        measured on the link
+    first call        the link, and the pieces of a ring        measured on the link
+    calls 1 to 3      as given                                  traced, timed twice
+    up to 15 more     other sizes of buckets, compressors       traced, timed twice
+                      what was given, again
+    all others        the fastest
+
+These calls are steps of training like all others, whose numbers are those of any
+division into buckets. Which sizes are tried is computed: from the link and the time of
+a step as given, by the model of a step below. What was found is written to a file,
+which the next run of the same model on as many workers reads in place of measuring.
+
+The model: a collective of b bytes takes latency + b x time per byte (the model of
+benchmarks/growth). A third of a step's computing is the forward pass; then gradients
+are ready one after the other, by their bytes, from the last layer to the first. Buckets
+are sent in this order:
+
+    computing  | forward | bucket 0 | bucket 1 | bucket 2 |
+    wire                            | 0 .... | 1 .... |   | 2 .... |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Generator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kerasdist._keras.data.epoch_iterators import batch_size_of_fit
+from kerasdist._keras.elastic.training_state import checkpoint_folder
+from kerasdist.collectives import Communicator
+from kerasdist.collectives.connect import Job
+from kerasdist.compression import Compressor, compressor_of
+from kerasdist.strategies.reduce.consensus import Consensus
+from kerasdist.strategies.reduce.gradients import in_buckets
+from kerasdist.strategies.reduce.workers import Workers
+
+# Sizes of buckets, in bytes, of which the most promising are tried.
+_SIZES = tuple(int(mb * 1e6) for mb in (0.5, 1, 2, 4, 8, 16, 32, 64, 1000))
+# How many sizes are tried beside the given one, and the calls of each that are timed.
+_TRIED = 2
+_TIMED = 2
+# Parts of a step that another size, and another compressor, have to save.
+_GAIN = 0.02
+_COMPRESSION_GAIN = 0.05
+# Bytes of the all-reduces by which the link is measured, and how often each runs.
+_LARGE_BYTES = 4 << 20
+_TIMES = 3
+_PIECES = (128 << 10, 512 << 10, 2 << 20)
+_FORWARD = 1 / 3
+
+
+class MeasuredLink(NamedTuple):
+    """The time of an all-reduce: `latency + bytes * byte`, in seconds."""
+
+    latency: float
+    byte: float
+
+
+def seconds_of_all_reduce(communicator: Communicator, size: int) -> float:
+    """Return the median seconds of an all-reduce of some bytes, alike on all ranks."""
+    buffer = np.zeros(max(size // 4, 1), np.float32)
+    taken = []
+    for _ in range(_TIMES + 1):
+        communicator.barrier()
+        begin = time.perf_counter()
+        communicator.all_reduce([buffer])
+        taken.append(time.perf_counter() - begin)
+    # The first one allocates memory.
+    mine = np.float64(np.median(taken[1:]))
+    return float(communicator.all_reduce([mine], "max")[0])
+
+
+def measure_link(communicator: Communicator) -> MeasuredLink:
+    """Measure an all-reduce, and set the fastest size of pieces; all ranks call it."""
+    latency = seconds_of_all_reduce(communicator, 4)
+    given = communicator.piece_bytes
+    found = {}
+    for size in _PIECES if given else (0,):
+        communicator.piece_bytes = size
+        found[size] = seconds_of_all_reduce(communicator, _LARGE_BYTES)
+    best = min(found, key=lambda size: found[size])
+    if found[given] <= found[best] * (1 + _GAIN):
+        best = given
+    communicator.piece_bytes = best
+    return MeasuredLink(latency, max(found[best] - latency, 0.0) / _LARGE_BYTES)
+
+
+def faster_job(first: Job, connect_second: Callable[[], Job]) -> Job:
+    """Return the faster one of two jobs of the same workers; the other one is closed.
+
+    Args:
+        first: A job.
+        connect_second: Connects the same workers in another way.
+
+    Raises:
+        As `collectives.connect`. Then both are closed.
+    """
+    jobs = [first]
+    try:
+        jobs.append(connect_second())
+        taken = [seconds_of_all_reduce(job.communicator, _LARGE_BYTES) for job in jobs]
+        # The ranks of either have one number; of both they may have two.
+        agreed = jobs[0].communicator.broadcast([np.array(taken)])[0]
+    except BaseException as error:
+        for job in jobs:
+            job.close(error)
+        raise
+    kept = int(np.argmin(agreed))
+    jobs[1 - kept].close()
+    return jobs[kept]
+
+
+# The model of a step.
+
+
+def predicted_step(
+    sizes: Sequence[int], limit: int, compute: float, link: MeasuredLink
+) -> float:
+    """Return the seconds of a step until the last bucket has arrived.
+
+    Args:
+        sizes: Bytes of each gradient, from the first layer to the last.
+        limit: The size of buckets, in bytes.
+        compute: Seconds of the forward and the backward pass.
+        link: The link.
+    """
+    total = sum(sizes) or 1
+    ready, end, known = _FORWARD * compute, 0.0, 0
+    for bucket in in_buckets(sizes, limit):
+        amount = sum(sizes[i] for i in bucket)
+        known += amount
+        ready = compute * (_FORWARD + (1 - _FORWARD) * known / total)
+        end = max(ready, end) + link.latency + amount * link.byte
+    return max(end, compute)
+
+
+def compute_of(
+    sizes: Sequence[int], limit: int, step: float, link: MeasuredLink
+) -> float:
+    """Return the seconds of computing in a step for which the model gives its time."""
+    low, high = 0.0, step
+    for _ in range(50):
+        middle = (low + high) / 2
+        if predicted_step(sizes, limit, middle, link) < step:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def sizes_to_try(
+    sizes: Sequence[int], given: int, step: float, link: MeasuredLink
+) -> list[int]:
+    """Return the sizes of buckets that are tried, the most promising one first.
+
+    Args:
+        sizes: See `predicted_step`.
+        given: The size with which a step was measured.
+        step: The seconds of that step.
+        link: The link.
+    """
+    compute = compute_of(sizes, given, step, link)
+    # Of sizes that give the same buckets one is tried.
+    by_buckets = {str(in_buckets(sizes, limit)): limit for limit in _SIZES}
+    by_buckets.pop(str(in_buckets(sizes, given)), None)
+    order = sorted(
+        by_buckets.values(),
+        key=lambda limit: predicted_step(sizes, limit, compute, link),
+    )
+    return order[:_TRIED]
+
+
+# The search, and the steps of training in which it happens.
+
+
+class Choice(NamedTuple):
+    """The traits with which a step is traced."""
+
+    bucket_size: int
+    compressor: Compressor | None
+
+
+Search = Generator[Choice, float, Choice]
+
+
+def search(
+    sizes: Sequence[int],
+    given: Choice,
+    link: MeasuredLink,
+    compressors: Sequence[Compressor],
+) -> Search:
+    """Yield what is to be tried, and receive its seconds; return the fastest.
+
+    Args:
+        sizes: See `predicted_step`.
+        given: What the strategy was given.
+        link: The link.
+        compressors: Those that may be used in place of none.
+    """
+    first = yield given
+    found = {}
+    for size in sizes_to_try(sizes, given.bucket_size, first, link):
+        tried = given._replace(bucket_size=size)
+        found[tried] = yield tried
+    best = min([given, *found], key=lambda tried: found.get(tried, first))
+    for compressor in compressors:
+        tried = best._replace(compressor=compressor)
+        found[tried] = yield tried
+    if min(found.values(), default=first) < first:
+        # The first steps of a process are slower than later ones.
+        first = min(first, (yield given))
+    found[given] = first
+
+    def cost(tried: Choice) -> float:
+        # What is given stays, and numbers are those of one process, if not much is won.
+        gain = 0.0 if tried == given else _GAIN
+        gain += 0.0 if tried.compressor is given.compressor else _COMPRESSION_GAIN
+        return found[tried] / (1 - gain)
+
+    return min(found, key=cost)
+
+
+class Tuner:
+    """Tunes the steps of a strategy's models.
+
+    Args:
+        workers: The workers, of which the steps take what they are traced with.
+        log_once: Logs a line on the chief, given its kind.
+        compressors: The names of those that may be used in place of none.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        log_once: Callable[[str, str], None],
+        compressors: Sequence[str] = (),
+    ) -> None:
+        self.workers = workers
+        self.log_once = log_once
+        self.compressors = {name: compressor_of(name) for name in compressors}
+        self.given = Choice(workers.bucket_size, workers.compression)
+        self._link: MeasuredLink | None = None
+
+    def __call__(self, trainer: Any, calls: Any) -> Callable[[Any], Any]:
+        """Return a train function that is tuned in its first steps.
+
+        Args:
+            trainer: The model.
+            calls: Its train function, an `InstrumentedStep`.
+        """
+        if trainer.jit_compile is not True:
+            return TunedStep(self, trainer, calls)
+        self.log_once(
+            "tuning",
+            "kerasdist: tune=True has no effect on steps that are compiled "
+            "(`jit_compile=True`), which would be compiled for each size of buckets.",
+        )
+        return calls
+
+    def link(self) -> MeasuredLink:
+        """Return the link, which is measured once; all workers call it."""
+        if self._link is None:
+            self._link = measure_link(self.workers.communicator)
+        return self._link
+
+    def name_of(self, compressor: Compressor | None) -> str | None:
+        """Return the name of one that may be used; None for the given one."""
+        return next((n for n, c in self.compressors.items() if c is compressor), None)
+
+    def file_of(self, trainer: Any) -> Path:
+        """Return the file of what was found for a model, on this host."""
+        job: Any = self.workers.job
+        facts = [
+            [[list(v.shape), v.dtype] for v in trainer.trainable_variables],
+            [list(job.replicas), job.transport, batch_size_of_fit()],
+            [*map(repr, self.given), sorted(self.compressors)],
+        ]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        return checkpoint_folder() / f"tuned-{digest}.json"
+
+
+class TunedStep:
+    """A train function that tries sizes of buckets and compressors, then keeps one.
+
+    All workers take the same number of steps, so that they change alike.
+
+    Args:
+        tuner: The tuner of the strategy.
+        trainer: The model.
+        calls: Its train function.
+    """
+
+    def __init__(self, tuner: Tuner, trainer: Any, calls: Any) -> None:
+        self._tuner = tuner
+        self._workers = tuner.workers
+        self._trainer = trainer
+        self._calls = calls
+        self._choice = tuner.given
+        self._search: Search | None = None
+        self._begun = False
+        self._number = 0
+        self._taken: list[float] = []
+        self._found: dict[Choice, float] = {}
+        calls.trace_for(self._choice)
+
+    def __call__(self, iterator: Any) -> Any:
+        """Take steps on the batches of an iterator."""
+        # Another model of the strategy, and another graph of this one, may have been
+        # traced in between.
+        self._workers.bucket_size, self._workers.compression = self._choice
+        if self._search is None and self._begun:
+            return self._calls(iterator)
+        begin = time.perf_counter()
+        logs = self._calls(iterator)
+        self._taken.append(time.perf_counter() - begin)
+        self._number += 1
+        if not self._begun:
+            self._begun = True
+            self._begin()  # the model is built now
+        # The first call is traced.
+        if self._search is not None and len(self._taken) > _TIMED:
+            mine = np.float64(min(self._taken[1:]))
+            communicator = self._workers.communicator
+            agreed = float(communicator.all_reduce([mine], "max")[0])
+            known = self._found.get(self._choice, agreed)
+            self._found[self._choice] = min(agreed, known)
+            self._go_on(agreed)
+        return logs
+
+    def _begin(self) -> None:
+        tuner, path = self._tuner, self._tuner.file_of(self._trainer)
+        mine = ""
+        if self._workers.rank == 0:
+            mine = read_known(path, self._tuner.compressors)
+        text = Consensus(self._workers).texts(mine)[0]
+        sizes = [
+            int(np.prod(v.shape)) * np.dtype(v.value.dtype.as_numpy_dtype).itemsize
+            for v in self._trainer.trainable_variables
+        ]
+        if text:
+            known = json.loads(text)
+            name = known["compression"]
+            compressor = tuner.compressors[name] if name else tuner.given.compressor
+            self._workers.communicator.piece_bytes = known["piece_bytes"]
+            self._take(Choice(known["bucket_size"], compressor))
+            tuner.log_once(
+                f"tuned {path}",
+                f"kerasdist: {_in_words(known)}, as {path} has it from an earlier run. "
+                "Remove the file to measure again.",
+            )
+            return
+        compressors = [c for c in tuner.compressors.values() if c is not None]
+        self._search = search(sizes, tuner.given, tuner.link(), compressors)
+        next(self._search)
+
+    def _go_on(self, seconds: float) -> None:
+        if self._search is None:
+            return
+        try:
+            self._take(self._search.send(seconds))
+        except StopIteration as end:
+            self._search = None
+            self._take(end.value)
+            self._tell()
+
+    def _take(self, choice: Choice) -> None:
+        self._taken = []
+        if choice != self._choice:
+            self._choice = choice
+            self._calls.trace_for(choice)
+
+    def _tell(self) -> None:
+        """Write what was found to the log and to the file, on the chief."""
+        tuner, workers = self._tuner, self._workers
+        self._calls.drop_other_variants()
+        if workers.rank:
+            return
+        link, path = tuner.link(), tuner.file_of(self._trainer)
+        facts = {
+            "bucket_size": self._choice.bucket_size,
+            "compression": tuner.name_of(self._choice.compressor),
+            "piece_bytes": workers.communicator.piece_bytes,
+            "latency_s": link.latency,
+            "s_per_byte": link.byte,
+            "steps_s": [
+                [choice.bucket_size, repr(choice.compressor), seconds]
+                for choice, seconds in self._found.items()
+            ],
+        }
+        where = f"written to {path}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(facts))
+            unfinished.replace(path)
+        except OSError as error:
+            where = f"{path} can't be written ({error.strerror or error})"
+        before, after = self._found[tuner.given], self._found[self._choice]
+        tuner.log_once(
+            f"tuned {path}",
+            f"kerasdist: tuned in {self._number} steps: {_in_words(facts)}; "
+            f"{after * 1e3:.3g} ms instead of {before * 1e3:.3g}; {where}.",
+        )
+
+
+def read_known(path: Path, compressors: Collection[str]) -> str:
+    """Return the text of a file that has what is needed; else an empty one."""
+    try:
+        text = path.read_text()
+        known = json.loads(text)
+        sizes = known["bucket_size"], known["piece_bytes"]
+        is_known = known["compression"] in (None, *compressors)
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    fits = all(type(size) is int and size >= 0 for size in sizes) and sizes[0]
+    return text if fits and is_known else ""
+
+
+def _in_words(facts: dict[str, Any]) -> str:
+    words = [f"bucket_size={facts['bucket_size']:_}"]
+    if facts["compression"]:
+        words.append(f"compression={facts['compression']!r}")
+    if facts["piece_bytes"]:
+        words.append(f"pieces of {facts['piece_bytes'] >> 10} KiB")
+    return ", ".join(words)

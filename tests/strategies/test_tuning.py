@@ -1,0 +1,201 @@
+"""Tuned communication: the model of a step, what is tried, and real training."""
+
+import functools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kerasdist
+from groups import Group, addresses_of, cluster_on, in_threads, nothing_stays_open
+from kerasdist.collectives import connect
+from kerasdist.collectives.checked import CheckedCommunicator
+from kerasdist.collectives.ring import HierarchicalCommunicator, RingCommunicator
+from kerasdist.strategies.tuning import (
+    _SIZES,
+    Choice,
+    MeasuredLink,
+    compute_of,
+    faster_job,
+    measure_link,
+    predicted_step,
+    read_known,
+    search,
+)
+from workers import Workers
+
+GIVEN = Choice(25_000_000, None)
+MODELS = st.lists(st.integers(1_000, 40_000_000), min_size=1, max_size=30)
+LINKS = st.builds(MeasuredLink, st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))
+
+
+def test_a_step_by_hand():
+    # Forward until 2 s; gradients at 4 and 6 s; 3 s each on the wire, or 5 together.
+    link = MeasuredLink(1.0, 0.5)
+    assert predicted_step([4, 4], 4, 6.0, link) == 10.0
+    assert predicted_step([4, 4], 8, 6.0, link) == 11.0
+    assert predicted_step([4, 4], 8, 600.0, link) == 605.0
+    assert predicted_step([], 8, 6.0, link) == 6.0
+
+
+@given(MODELS, st.floats(1e-3, 10), LINKS)
+def test_a_search_finds_what_brute_force_finds_in_at_most_20_steps(
+    sizes, compute, link
+):
+    tries = []
+
+    def seconds(choice):
+        tries.append(choice)
+        return predicted_step(sizes, choice.bucket_size, compute, link)
+
+    searching = search(sizes, GIVEN, link, [])
+    choice = next(searching)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            choice = searching.send(seconds(choice))
+    best = min(
+        predicted_step(sizes, size, compute, link)
+        for size in (*_SIZES, GIVEN.bucket_size)
+    )
+    assert seconds(end.value.value) <= 1.05 * best
+    assert 3 * len(tries[:-1]) + 3 * len(("factors", "bf16")) <= 20
+    step = predicted_step(sizes, GIVEN.bucket_size, compute, link)
+    found = compute_of(sizes, GIVEN.bucket_size, step, link)
+    again = predicted_step(sizes, GIVEN.bucket_size, found, link)
+    assert again == pytest.approx(step, rel=1e-6)
+
+
+@pytest.mark.parametrize(("gain", "taken"), [(0.04, None), (0.2, "bf16")])
+def test_numbers_change_only_for_much(gain, taken):
+    searching = search([1000], GIVEN, MeasuredLink(1e-5, 1e-9), ["bf16"])
+    assert next(searching) == GIVEN
+    assert searching.send(1.0) == Choice(GIVEN.bucket_size, "bf16")
+    assert searching.send(1 - gain) == GIVEN  # once more: its first steps were slow
+    with pytest.raises(StopIteration) as end:
+        searching.send(1.1)
+    assert end.value.value.compressor == taken
+
+
+@pytest.mark.parametrize("kind", [("aab", 3), ("tcp", 3), ("shared", 3)])
+def test_pieces_are_those_of_all_ranks_and_keep_the_sums(kind):
+    with Group(*kind) as group:
+        links = group.run(measure_link)
+        sizes = group.run(lambda c: c.piece_bytes)
+        assert links == [links[0]] * 3
+        assert sizes == [sizes[0]] * 3
+        assert bool(sizes[0]) == (kind[0] != "shared")
+        mine = np.arange(900_000, dtype=np.float32)
+        for total in group.run(lambda c: c.all_reduce([mine])[0]):
+            np.testing.assert_array_equal(total, 3 * mine)
+
+
+@pytest.mark.parametrize("slow", ["tcp", "hierarchical"])
+def test_the_faster_transport_is_kept(monkeypatch, slow):
+    kind = {"tcp": RingCommunicator, "hierarchical": HierarchicalCommunicator}[slow]
+    original = CheckedCommunicator.all_reduce
+
+    def all_reduce(self, *args, **more):
+        time.sleep(0.4 if type(self) is kind else 0)
+        return original(self, *args, **more)
+
+    monkeypatch.setattr(CheckedCommunicator, "all_reduce", all_reduce)
+    addresses = addresses_of(4)
+
+    def work(rank):
+        cluster = cluster_on(addresses, rank)
+        connected = functools.partial(connect, cluster, host="aabb"[rank])
+        job = faster_job(connected(), lambda: connected(transport="tcp"))
+        (total,) = job.communicator.all_reduce([np.float64(rank)])
+        job.close()
+        return job.transport, total
+
+    with nothing_stays_open():
+        (other,) = {"tcp", "hierarchical"} - {slow}
+        assert in_threads(4, work) == [(other, 6.0)] * 4
+
+
+SCRIPT = """
+import json, logging, os
+import keras
+import numpy as np
+import kerasdist
+
+lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
+handler.emit = lambda record: lines.append(record.getMessage())
+logger.addHandler(handler)
+logger.setLevel(logging.INFO)
+rng = np.random.default_rng(0)
+x = rng.normal(size=(400, 512)).astype("float32")
+y = x.argmax(1) % 4
+
+def train(compiled=False, **options):
+    lines.clear()
+    strategy = kerasdist.RingStrategy(timeout=60, transport="tcp", **options)
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(512, activation="relu") for _ in range(3)]
+        model = keras.Sequential([keras.Input((512,)), *layers, keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=compiled)
+    history = model.fit(x, y, batch_size=16, epochs=1, verbose=0)
+    history = model.fit(x[:32], y[:32], batch_size=16, epochs=1, verbose=0).history
+    sums = [float(np.abs(w).sum()) for w in model.get_weights()]
+    workers = strategy.extended.workers
+    found = [line for line in lines if "tune" in line or "bucket_size" in line]
+    return {"loss": history["loss"], "sums": sums, "lines": found,
+            "taken": [workers.bucket_size, repr(workers.compression)]}
+
+found = [train(), train(tune=True), train(tune=True), train(compression="auto"),
+         train(compiled=True, tune=True)]
+print("RESULT", json.dumps(found))
+"""
+
+
+def test_first_steps_are_tried_and_the_next_run_takes_what_was_found(tmp_path):
+    folder = {"KERASDIST_CHECKPOINT_DIR": str(tmp_path)}
+    with Workers(SCRIPT, 2, deadline=150, env=folder) as job:
+        (first, second) = (each.result for each in job.succeed())
+    plain, tuned, again, chosen, compiled = first
+    for mine, theirs in zip(first, second, strict=True):
+        assert [mine[name] for name in ("loss", "sums", "taken")] == [
+            theirs[name] for name in ("loss", "sums", "taken")
+        ]
+        assert not theirs["lines"]
+        # Sums of two are the same in any order, but not factors and 16 bits.
+        rel = 1e-2 if mine is chosen else 1e-6
+        assert mine["sums"] == pytest.approx(plain["sums"], rel=rel)
+    assert plain["lines"] == []
+    (line,) = tuned["lines"]
+    assert "tuned in" in line
+    assert "written to" in line
+    assert again["taken"] == tuned["taken"]
+    assert "from an earlier run" in again["lines"][0]
+    assert "tuned in" in chosen["lines"][0]
+    assert "no effect on steps that are compiled" in compiled["lines"][0]
+    assert len(list(tmp_path.glob("tuned-*.json"))) == 2
+
+
+def test_a_file_that_is_damaged_is_measured_again(tmp_path):
+    path = tmp_path / "tuned.json"
+    good = '{"bucket_size": 4, "piece_bytes": 0, "compression": null}'
+    for text in ("", "[]", "{}", good.replace("4", "-4"), good.replace("null", '"x"')):
+        path.write_text(text)
+        assert read_known(path, ("bf16",)) == ""
+    path.write_text(good)
+    assert read_known(path, ()) == good
+    assert read_known(tmp_path / "none", ()) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tune": 1}, "must be True or False"),
+        ({"tune": True, "local_steps": 4}, "local_steps=LocalSteps"),
+        ({"compression": "auto", "elastic": True}, "compression='auto' with elastic"),
+    ],
+)
+def test_what_has_no_answer_is_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        kerasdist.RingStrategy(**options)
