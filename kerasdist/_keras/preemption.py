@@ -202,6 +202,7 @@ class Resumption:
         self._hooks = hooks
         self._elastic = elastic
         self._file: CheckpointFile = hooks.checkpoint
+        self._kept = self._file.path.with_suffix(".kept.npz")
         resumes = hooks.workers.job.facts.get("resumes")
         self.due = resumes == fits_of(hooks)
         self._appending: list[Any] = []
@@ -240,6 +241,10 @@ class Resumption:
             answer = "no step was taken"
         if iterator is not None:
             facts["checksum"] = 0 if answer else iterator.next_checksum()
+        if not answer and hooks.gradients.save is not None:
+            # What keeps it from being written keeps the checkpoint, too.
+            with contextlib.suppress(OSError):
+                hooks.gradients.save(trainer.trainable_variables, self._kept)
         while not answer:
             # Once more if the first member is lost before it has written the file.
             mine = ""
@@ -307,6 +312,8 @@ class Resumption:
                 communicator = hooks.workers.communicator
                 given += communicator.broadcast([array], root)
             hooks.consensus.any_of(False)
+        if hooks.gradients.load is not None:
+            hooks.gradients.load(trainer.trainable_variables, self._kept)
         taken = iter(given)
         for index, name, count in facts["callback_arrays"]:
             setattr(callbacks[index], name, [next(taken) for _ in range(count)])
@@ -395,6 +402,7 @@ class Resumption:
             return
         try:
             self._file.remove()
+            self._kept.unlink(missing_ok=True)
         except OSError as error:
             log.log_in_background(
                 logging.WARNING,

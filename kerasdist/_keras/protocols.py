@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -104,6 +105,8 @@ class GradientHooks:
         restart: Goes on with these for other workers, see `Memories.restart`.
         figures: See `Memories.figures`.
         check: Raises an error if an optimizer doesn't fit to how gradients are reduced.
+        save, load: See `strategies.reduce.compressed.save_kept` and `load_kept`; None
+            if nothing is kept.
         words: What is special about it, for the start-up line; empty if nothing is.
     """
 
@@ -114,6 +117,8 @@ class GradientHooks:
     restart: Callable[[Sequence[Any]], None]
     figures: Callable[[], dict[str, float]]
     check: Callable[[Any], None]
+    save: Callable[[Sequence[Any], Path], None] | None = None
+    load: Callable[[Sequence[Any], Path], bool] | None = None
     words: str = ""
 
 

@@ -143,10 +143,13 @@ class Communicator(abc.ABC):
         shares_memory: Whether all ranks read one memory, so that sending is cheap.
         piece_bytes: The size of the pieces in which a ring sends, the same on all
             ranks; 0 where nothing is sent in such pieces.
+        within_host: The communicator of this host's ranks, if it has several and other
+            hosts have others; else None.
     """
 
     shares_memory: bool = False
     piece_bytes: int = 0
+    within_host: Communicator | None = None
 
     rank: int
     size: int

@@ -69,6 +69,8 @@ class HierarchicalCommunicator(CheckedCommunicator):
         self._local = local
         self._leaders = leaders
         self._piece_bytes = _PIECE_BYTES
+        if local.size > 1:
+            self.within_host = local
 
     @property
     def piece_bytes(self) -> int:

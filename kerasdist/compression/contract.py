@@ -57,9 +57,12 @@ class Compressor(abc.ABC):
         has_memory: Whether something is kept from one step to the next.
         needs_factors: Whether gradients of matrices are wanted as `OuterProducts`,
             where they are known to be that.
+        is_sparse: Whether what is sent grows with the number of ranks: then those of a
+            host add up their gradients before, and one of them sends.
     """
 
     has_memory: ClassVar[bool] = False
+    is_sparse: ClassVar[bool] = False
     needs_factors: ClassVar[bool] = False
 
     def init(self, shapes: Sequence[Sequence[int]]) -> Memory:

@@ -36,7 +36,8 @@ class TopK(Compressor):
     those of which a half or more would be sent, are sent whole.
 
     Args:
-        ratio: The part of a gradient's elements that each rank sends, at most 1.
+        ratio: The part of a gradient's elements that each rank sends, at most 1; of the
+            workers of one host, if there are several hosts, one sends for all.
         momentum: The momentum of the optimizer, which then has none itself: a momentum
             that is applied after the sum would count delayed elements wrongly.
         nesterov: Whether it is Nesterov's.
@@ -46,6 +47,7 @@ class TopK(Compressor):
     """
 
     has_memory: ClassVar[bool] = True
+    is_sparse: ClassVar[bool] = True
 
     def __init__(
         self, ratio: float = 0.001, momentum: float = 0.0, nesterov: bool = False

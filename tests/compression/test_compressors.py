@@ -5,8 +5,11 @@ import pytest
 import tensorflow as tf
 from ranks import Job
 
+from groups import Group
 from kerasdist.compression import Factors, HalfPrecision, PowerSGD, TopK
 from kerasdist.compression.contract import OuterProducts
+from kerasdist.strategies.reduce.compressed import Memories, compressed_sums
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 
 
 def resnet18():
@@ -229,3 +232,36 @@ def test_factors_are_exact_and_sent_where_they_are_smaller(rows, kind):
     np.testing.assert_array_equal(bias, 2.0)
     sent = rows[0] * 50 * 4 if kind == "rows" else 30 * 20 * 4
     assert job.sent == 8 + 20 * 4 + sent
+
+
+def test_of_several_workers_of_a_host_one_sends_their_sum():
+    compressor = TopK(ratio=0.05, momentum=0.5)
+    rng = np.random.default_rng(0)
+    first, second, third, fourth = rng.normal(size=(4, 3, 30, 20)).astype("float32")
+
+    def steps(group, given):
+        def work(communicator):
+            ops = CollectiveOps(communicator, "/device:CPU:0")
+            memories, owner = Memories(compressor), tf.Variable(first[0])
+            found = [
+                compressed_sums(
+                    *(compressor, memories, [tf.constant(gradient)], [owner], 1.0),
+                    *(ops.all_reduce, ops.all_gather),
+                    in_host=ops.all_reduce_in_host if ops.sums_in_host else None,
+                    leads=ops.leads_host,
+                )[0].numpy()
+                for gradient in given[communicator.rank]
+            ]
+            kept = [variable.numpy() for variable in memories.variables]
+            return ops.leads_host, [*found, *kept]
+
+        return group.run(work)
+
+    with Group("abab", 4) as group:
+        four = steps(group, [first, second, third, fourth])
+    with Group("tcp", 2) as group:
+        two = steps(group, [first + third, second + fourth])
+    assert [leads for leads, _ in four] == [True, True, False, False]
+    for rank, (_, arrays) in enumerate(four):
+        for mine, theirs in zip(arrays, two[rank % 2][1], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)

@@ -8,6 +8,7 @@ ranks agree on what one of them decides by itself before it can make them diverg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -55,7 +56,18 @@ def flush_accumulators(
     hooks = hooks_of(self.model.distribute_strategy)
     if hooks is not None:
         fit_loop.flush_accumulators(hooks, self.model)
+        path = _kept_path(self)
+        if hooks.gradients.save is not None and path is not None:
+            hooks.gradients.save(self.model.trainable_variables, path)
     return original(self, *args, **kwargs)
+
+
+def _kept_path(callback: Any) -> Path | None:
+    """Return the file of what compressors keep, in the folder of a local backup."""
+    if not isinstance(callback, backup_and_restore.BackupAndRestore):
+        return None
+    folder = str(callback.backup_dir)
+    return None if "://" in folder else Path(folder) / "kerasdist_kept.npz"
 
 
 def on_epoch_end(
@@ -118,6 +130,10 @@ def on_train_begin(
     result = original(self, *args, **kwargs)
     # Only now is the state restored, wherever in the list the callback is that does it.
     backup = writers.read_backup(self.callbacks)
+    hooks = None if model is None else hooks_of(model.distribute_strategy)
+    if hooks is not None and hooks.gradients.load is not None and current.fitting:
+        for path in filter(None, map(_kept_path, self.callbacks)):
+            hooks.gradients.load(model.trainable_variables, path)
     for callback in self.callbacks:
         if isinstance(callback, JobCallback):
             callback.resumed_after(backup.batches)

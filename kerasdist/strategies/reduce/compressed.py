@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._tf.tensor_origins import factors_of
 from kerasdist.compression.contract import Compressor, Memory, OuterProducts
+from kerasdist.transport.array_file import read_arrays, write_arrays
 
 
 class Memories:
@@ -37,20 +40,19 @@ class Memories:
         self._kept: dict[tuple[int, int], tuple[Any, tuple[Any, ...]]] = {}
 
     def of(
-        self, owners: Sequence[Any], shapes: Sequence[Any], replica: int, device: str
+        self, owners: Sequence[Any], replica: int, device: str
     ) -> list[tuple[Any, ...]]:
         """Return the variables of the memory of each gradient.
 
         Args:
             owners: The Keras variables, or TensorFlow's, that the gradients are of.
-            shapes: The gradients' shapes.
             replica: The number of the replica on this worker.
             device: Where new ones are made.
         """
         keys = [(id(owner), replica) for owner in owners]
         known = [key in self._kept for key in keys]
         if self.compressor is not None and not all(known):
-            first = self.compressor.init([tuple(shape) for shape in shapes])
+            first = self.compressor.init([tuple(owner.shape) for owner in owners])
             for key, owner, there, arrays in zip(
                 keys, owners, known, first, strict=True
             ):
@@ -125,6 +127,92 @@ class Memories:
                 variable.assign(value)
 
 
+# The file with what all replicas keep.
+#
+# It has sums over the replicas, so that nothing is lost if the next job has others:
+# then each begins with an equal part. All that a compressor keeps adds up so, or is the
+# same on all ranks and begins again.
+
+
+def save_kept(workers: Any, variables: Sequence[Any], path: Path) -> None:
+    """Write what all replicas keep of the gradients of variables, on the chief.
+
+    All workers call it alike, eagerly.
+
+    Args:
+        workers: The `Workers`.
+        variables: The variables that are trained.
+        path: The file.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    memories = workers.memories
+    begun = _begun(memories, variables)
+    totals = [np.zeros_like(each) for parts in begun for each in parts]
+    for replica in _senders(workers):
+        made = memories.of(variables, replica, workers.devices[replica])
+        flat = [each.numpy() for parts in made for each in parts]
+        totals = [total + each for total, each in zip(totals, flat, strict=True)]
+    totals = workers.communicator.all_reduce(totals) if totals else []
+    if workers.rank == 0:
+        write_arrays(path, {"compressor": repr(memories.compressor)}, totals)
+
+
+def load_kept(workers: Any, variables: Sequence[Any], path: Path) -> bool:
+    """Let all replicas begin with what the chief reads from a file of `save_kept`.
+
+    All workers call it alike, eagerly.
+
+    Args:
+        workers: The `Workers`.
+        variables: The variables that are trained.
+        path: The file, which the chief alone needs.
+
+    Returns:
+        Whether there is such a file, of this compressor and these variables.
+    """
+    memories, communicator = workers.memories, workers.communicator
+    begun = _begun(memories, variables)
+    flat = [np.asarray(each) for parts in begun for each in parts]
+    found = False
+    if workers.rank == 0:
+        try:
+            facts, arrays = read_arrays(path)
+            found = facts["compressor"] == repr(memories.compressor) and [
+                each.shape for each in arrays
+            ] == [each.shape for each in flat]
+            flat = arrays if found else flat
+        except (OSError, ValueError, KeyError):
+            found = False
+    if not communicator.broadcast([np.int64(found)])[0]:
+        return False
+    count = communicator.all_reduce([np.float32(len(_senders(workers)))])[0]
+    given = iter(communicator.broadcast(flat))
+    values = [
+        memories.compressor.restart([next(given) / count for _ in parts])
+        for parts in begun
+    ]
+    for replica, device in enumerate(workers.devices):
+        made = memories.of(variables, replica, device)
+        for kept, parts in zip(made, values, strict=True):
+            for variable, value in zip(kept, parts, strict=True):
+                variable.assign(value)
+    return True
+
+
+def _begun(memories: Memories, variables: Sequence[Any]) -> Memory:
+    compressor = memories.compressor
+    if compressor is None:
+        return []
+    return compressor.init([tuple(variable.shape) for variable in variables])
+
+
+def _senders(workers: Any) -> list[int]:
+    """Return the replicas of this worker that keep something of their own."""
+    return [r for r in range(workers.local_replicas) if workers.sends(r)]
+
+
 def check_optimizer(compressor: Compressor | None, optimizer: Any) -> None:
     """Check that an optimizer fits to a compressor.
 
@@ -151,6 +239,8 @@ def compressed_sums(
     *,
     replica: int = 0,
     device: str = "",
+    in_host: Callable[[Sequence[Any]], list[Any]] | None = None,
+    leads: bool = True,
 ) -> list[Any]:
     """Sum gradients over all replicas; all of them call it alike.
 
@@ -165,6 +255,9 @@ def compressed_sums(
         all_gather: Concatenates all replicas' tensors along the first axis.
         replica: The number of this replica on this worker.
         device: The replica's device.
+        in_host: Sums each of a list of tensors over the replicas of this host, which
+            then keep the same memory; None: each replica sends its own.
+        leads: Whether this replica sends what they have in common.
 
     Returns:
         The sums, the same on all replicas.
@@ -189,11 +282,15 @@ def compressed_sums(
     if not chosen:
         return results
     given = [parts[i] for i in chosen]
+    if in_host is not None:
+        given = in_host(given)
+    if not leads:
+        # Calls are the same on all replicas.
+        all_reduce = _of_none(all_reduce, tf.zeros_like)
+        all_gather = _of_none(all_gather, lambda tensor: tensor[:0])
     variables: list[tuple[Any, ...]] = [() for _ in chosen]
     if compressor.has_memory:
-        shapes = [part.shape for part in given]
-        some = [owners[i] for i in chosen]
-        variables = memories.of(some, shapes, replica, device)
+        variables = memories.of([owners[i] for i in chosen], replica, device)
     before: Memory = [tuple(v.read_value() for v in each) for each in variables]
     sums, after, sent = compressor.reduce(given, before, all_reduce, all_gather)
     elements = [part.shape.num_elements() or 0 for part in given]
@@ -205,6 +302,11 @@ def compressed_sums(
     for i, total in zip(chosen, sums, strict=True):
         results[i] = total
     return results
+
+
+def _of_none(function: Callable[[Any], Any], none: Callable[[Any], Any]) -> Any:
+    """Return a collective to which this replica adds nothing."""
+    return lambda given: function(tf.nest.map_structure(none, given))
 
 
 def _part(compressor: Compressor, gradient: Any, owner: Any, weight: Any) -> Any:

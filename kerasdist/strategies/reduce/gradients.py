@@ -8,6 +8,7 @@ last batch of an epoch, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -24,6 +25,7 @@ from kerasdist.strategies.reduce.sparse_parts import (
 from kerasdist.strategies.reduce.workers import (
     Workers,
     gather_over_replicas,
+    sum_in_host,
     sum_once_per_worker,
     sum_over_replicas,
 )
@@ -448,6 +450,8 @@ def _compressed(
         lambda tensor: gather_over_replicas(workers, tensor),
         replica=replica,
         device=workers.devices[replica],
+        in_host=partial(sum_in_host, workers) if workers.sums_in_host else None,
+        leads=workers.sends(replica),
     )
 
 

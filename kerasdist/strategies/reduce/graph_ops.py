@@ -137,6 +137,28 @@ class CollectiveOps:
         """Whether all workers read one memory, so that sending is cheap."""
         return self._communicator.shares_memory
 
+    @property
+    def sums_in_host(self) -> bool:
+        """Whether there are several hosts, and memory is shared inside of each."""
+        return not self.shares_memory and self._communicator.size > 1
+
+    @property
+    def leads_host(self) -> bool:
+        """Whether this worker is the first one of its host."""
+        within = self._communicator.within_host
+        return within is None or within.rank == 0
+
+    def all_reduce_in_host(self, tensors: Sequence[Any]) -> list[Any]:
+        """Sum each tensor over this host's workers; dtypes and shapes are kept."""
+        within = self._communicator.within_host
+        if within is None:
+            return list(tensors)
+
+        def reduce(*arrays: Any) -> list[Any]:
+            return within.all_reduce(arrays)
+
+        return self.call(reduce, tensors, [t.dtype for t in tensors], _shapes(tensors))
+
     def exchange_rows(
         self,
         tables: Sequence[Any],

@@ -31,6 +31,20 @@ def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
     return reduce_in_replicas(workers, _tf.ReduceOp.SUM, list(tensors))
 
 
+def sum_in_host(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
+    """Sum each tensor over the replicas of this host, in replica context."""
+    if len(workers.devices) == 1:
+        return workers.ops.all_reduce_in_host(list(tensors))
+
+    def merge(_: Any, *values: Any) -> Any:
+        added = workers.ops.add_replicas([workers.local(value) for value in values])
+        totals = workers.ops.all_reduce_in_host(added)
+        return [_tf.broadcast_to_devices(total, workers.devices) for total in totals]
+
+    replica = tf.distribute.get_replica_context()
+    return list(replica.merge_call(merge, args=tuple(tensors)))
+
+
 def gather_over_replicas(workers: Workers, tensor: Any) -> Any:
     """Concatenate all replicas' tensors along the first axis, in replica context."""
 
@@ -258,6 +272,16 @@ class Workers:
     def local_replicas(self) -> int:
         """The number of this worker's replicas."""
         return len(self.devices)
+
+    @property
+    def sums_in_host(self) -> bool:
+        """Whether a host's replicas add up their gradients before these are sent."""
+        compressor = self.compression
+        return compressor is not None and compressor.is_sparse and self.ops.sums_in_host
+
+    def sends(self, replica: int) -> bool:
+        """Return whether a replica of this worker sends compressed gradients itself."""
+        return not self.sums_in_host or (self.ops.leads_host and not replica)
 
     def current_replica(self) -> int:
         """Return the number of the replica that is being traced, over all workers."""

@@ -34,7 +34,7 @@ from kerasdist.strategies.cluster_resolver import (
 )
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, StrategyJob, close_at_exit, forget
-from kerasdist.strategies.reduce.compressed import check_optimizer
+from kerasdist.strategies.reduce.compressed import check_optimizer, load_kept, save_kept
 from kerasdist.strategies.reduce.consensus import Consensus, check_state
 from kerasdist.strategies.reduce.gradients import end_window, reduce_gradients
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
@@ -99,6 +99,7 @@ class SynchronousExtended(SharingExtended):
         workers = self.workers
         log_once = OnceLogger(lambda: workers.rank)
         broadcast = options.initial_state == "broadcast"
+        has_memory = getattr(options.compression, "has_memory", False)
         self.data = self.data_class(self, timer, options, log_once)
         return KerasHooks(
             workers=workers,
@@ -123,6 +124,8 @@ class SynchronousExtended(SharingExtended):
                 restart=workers.memories.restart,
                 figures=workers.memories.figures,
                 check=partial(check_optimizer, options.compression),
+                save=partial(save_kept, workers) if has_memory else None,
+                load=partial(load_kept, workers) if has_memory else None,
                 words=self._gradients_in_words(options),
             ),
             data=self.data,

@@ -123,6 +123,24 @@ keras.backend.clear_session()
 gc.collect()
 results["forgotten"] = before - len(strategy.extended.workers.memories.variables)
 
+def backed_up(compression, epochs):
+    strategy = kerasdist.RingStrategy(timeout=60, compression=compression)
+    with strategy.scope():
+        m = model()
+        m.compile(keras.optimizers.SGD(0.05), "binary_crossentropy")
+    seen = []
+    def look(*_):
+        kept = strategy.extended.workers.memories.variables
+        seen.append([v.numpy().ravel().tolist() for v in kept])
+    folder = f"{os.environ['FOLDER']}/{compression!r}"
+    m.fit(x, y, batch_size=16, epochs=epochs, verbose=0, callbacks=[
+        keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False),
+        keras.callbacks.LambdaCallback(on_epoch_begin=look, on_train_end=look)])
+    return seen
+for name in ("topk", "powersgd"):
+    given = kerasdist.TopK(0.05, momentum=0.5) if name == "topk" else name
+    results[f"backup {name}"] = [backed_up(given, epochs) for epochs in (1, 2)]
+
 results["twice"] = refused(
     lambda: train(sgd(), compression=kerasdist.TopK(momentum=0.5)))
 result(results)
@@ -131,8 +149,9 @@ result(results)
 
 
 @pytest.fixture(scope="module")
-def jobs():
-    with Workers(SCRIPT, 2, deadline=300) as job:
+def jobs(tmp_path_factory):
+    folder = {"FOLDER": str(tmp_path_factory.mktemp("backups"))}
+    with Workers(SCRIPT, 2, deadline=300, env=folder) as job:
         ended = job.succeed()
     return [finished.result | {"lines": finished.output} for finished in ended]
 
@@ -184,6 +203,25 @@ def test_memories_are_each_model_s_own_and_end_with_it(results):
     first, second = results["loop"]["weights"]
     assert first != second
     assert results["forgotten"] == results["powersgd"]["memories"]
+
+
+@pytest.mark.parametrize("name", ["topk", "powersgd"])
+def test_a_backup_has_what_all_ranks_keep(jobs, name):
+    def of_kernels(arrays):
+        # In the order of gradients or of variables; Q of PowerSGD begins again.
+        return {
+            size: np.sum([each for each in arrays if len(each) == size], 0)
+            for size in (800, 9600, 640)
+        }
+
+    runs = [job[f"backup {name}"] for job in jobs]
+    first, second = (of_kernels(run[0][-1]) for run in runs)
+    begun = [of_kernels(run[1][0]) for run in runs]
+    for size, mine in begun[0].items():
+        assert np.any(mine)
+        np.testing.assert_array_equal(mine, begun[1][size])
+        total = first[size] + second[size]
+        np.testing.assert_allclose(2 * mine, total, rtol=1e-5, atol=1e-6)
 
 
 def test_momentum_twice_is_refused(results):
