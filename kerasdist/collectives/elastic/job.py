@@ -254,7 +254,10 @@ class ElasticJob:
         }
         self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS, hosts)
         self._grace = grace
-        self.leaving = Leaving(self.communicator, None, min_workers)
+        self.leaving = Leaving(
+            self.communicator, None, min_workers, lambda: self._agreement.close()
+        )
+        self.communicator.wants_to_leave = lambda: self.leaving.wanted
         self.announcements = ElasticChiefActions(
             self.communicator.await_group, self.timeouts.collective
         )
