@@ -482,8 +482,6 @@ class ServerLink:
         ClusterError: There is no secret where one is needed, or no server.
     """
 
-    has_servers = True
-
     def __init__(
         self,
         cluster: Cluster,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -22,14 +23,10 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.connect import connect
 from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.collectives.elastic.epochs import Member
-from kerasdist.collectives.elastic.groups import (
-    Connector,
-    Link,
-    WorkerLink,
-    elastic_timeouts,
-)
+from kerasdist.collectives.elastic.groups import Connector, Link, elastic_timeouts
 from kerasdist.collectives.elastic.job import ElasticJob
 from kerasdist.collectives.elastic.peer_messenger import (
     PeerMessenger,
@@ -161,7 +158,6 @@ def connect_elastic(
     timeouts: Timeouts | None = None,
     replicas: int = 1,
     settings: dict[str, Any] | None = None,
-    host: str | None = None,
     min_workers: int = 1,
     start_workers: int | None = None,
     grace: float = 30.0,
@@ -178,14 +174,13 @@ def connect_elastic(
         timeouts: See `connect`. A worker is lost after 5 s of silence, or less.
         replicas: See `connect`.
         settings: See `connect`.
-        host: See `connect`.
         min_workers: The smallest number of workers that continue.
         start_workers: The number of workers with which the job starts, the first ones;
             the others join later. None: all of them.
         grace: Seconds from SIGTERM until the platform kills a process.
         needs: The names of the facts that a worker needs which joins later.
-        link: Connects the members of each epoch; by default directly, with the
-            transport, settings and host that are given.
+        link: Connects the members of each epoch with parameter servers; by default
+            they are connected directly, with the transport and settings that are given.
 
     Raises:
         As `connect`. After an exception nothing is left open.
@@ -198,12 +193,12 @@ def connect_elastic(
         cluster=cluster,
         addresses=dict(enumerate(cluster.workers)),
         session=name_job(cluster),
-        link=link
-        or WorkerLink(
+        direct=functools.partial(
+            connect,
             transport=transport,
             settings={"elastic": min_workers, "start": size, **(settings or {})},
-            host=host,
         ),
+        link=link,
         timeouts=timeouts,
         replicas=replicas,
     )

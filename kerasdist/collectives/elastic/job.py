@@ -233,7 +233,7 @@ class ElasticJob:
         self.transport = group.job.transport
         self.timeouts = connector.timeouts
         self._lines = lines
-        self.has_servers = connector.link.has_servers
+        self.has_servers = connector.link is not None
         self._connector = connector
         self._listener = listener
         self._lock = threading.Lock()
@@ -519,7 +519,8 @@ class ElasticJob:
             group, thread = self._group, self._thread
         if self.leaving.termination is not None:
             self.leaving.termination.release()
-        self._connector.link.leave(group.job, error)
+        if self._connector.link is not None:
+            self._connector.link.leave(group.job, error)
         self.communicator.close()
         self._agreement.close()
         group.job.close(error)
