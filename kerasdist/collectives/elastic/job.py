@@ -122,11 +122,11 @@ class Losses:
 
 
 class ElasticChiefActions:
-    """See `ChiefActions`.
+    """The chief's actions, as its `Announcements` make them known.
 
     Args:
         group: Returns the present group; or, given an epoch, waits for a later one.
-        seconds: See `ChiefActions`.
+        seconds: See `Announcements`.
     """
 
     def __init__(self, group: Callable[..., Group], seconds: float) -> None:
@@ -137,7 +137,7 @@ class ElasticChiefActions:
 
     @property
     def announces(self) -> bool:
-        """See `ChiefActions.announces`."""
+        """See `Announcements.announces`."""
         return self._group().communicator.rank == 0
 
     def begin(self, topic: str) -> None:
