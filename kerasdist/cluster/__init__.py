@@ -19,7 +19,7 @@ from kerasdist.cluster.schedulers import (
     read_process,
     read_step,
 )
-from kerasdist.cluster.tf_config import TASK_TYPES, Task, load_json, read_task
+from kerasdist.cluster.tf_config import TASK_TYPES, load_json, read_task
 from kerasdist.errors import ClusterError
 
 __all__ = ["Cluster", "resolve"]
@@ -157,9 +157,9 @@ def _from_tf_config(settings: object, name: str, received: str, source: str) -> 
         )
         raise ClusterError(_message(name, [fault], received))
     task, faults = read_task(settings.get("cluster"), settings.get("task"))
-    if task is None:
+    if faults:
         raise ClusterError(_message(name, faults, received))
-    return _cluster(task, source)
+    return Cluster(**task, source=source)
 
 
 def _from_resolver(resolver: Any) -> Cluster:
@@ -192,10 +192,10 @@ def _from_resolver(resolver: Any) -> Cluster:
         task["index"] = index
     # Some resolvers always know an index, but no type: that isn't a task.
     found, faults = read_task(jobs, task if "type" in task else None)
-    if found is None:
+    if faults:
         received = f"cluster={jobs!r}, task_type={task_type!r}, task_id={index!r}"
         raise ClusterError(_message(name, faults, received))
-    return _cluster(found, "cluster resolver")
+    return Cluster(**found, source="cluster resolver")
 
 
 def _from_mpi(environ: Mapping[str, str]) -> Cluster | None:
@@ -230,18 +230,6 @@ def _from_slurm(environ: Mapping[str, str]) -> Cluster:
         raise ClusterError(_message("Slurm's environment", faults, received))
     return Cluster(
         rank=rank, size=len(workers), workers=workers, task_index=rank, source="Slurm"
-    )
-
-
-def _cluster(task: Task, source: str) -> Cluster:
-    return Cluster(
-        rank=task.rank,
-        size=max(1, len(task.workers)),
-        workers=task.workers,
-        servers=task.servers,
-        task_type=task.task_type,
-        task_index=task.task_index,
-        source=source,
     )
 
 

@@ -10,13 +10,13 @@ TensorFlow 1 used "master" for "chief": both are accepted. Other keys
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import operator
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from kerasdist.cluster.address import address_fault, same_address_key
 from kerasdist.errors import ClusterError
@@ -58,25 +58,6 @@ TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 _EXPECTED_TYPES = "'chief', 'worker', 'ps' or 'evaluator'"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """The place of this process among the tasks of its job.
-
-    Attributes:
-        workers: Addresses by rank: the chief, then the workers. Empty if alone.
-        servers: Addresses of the parameter servers, by index.
-        task_type: One of `TASK_TYPES`.
-        task_index: Index among the tasks of that type.
-        rank: Rank among the workers; None for a server.
-    """
-
-    workers: tuple[str, ...]
-    servers: tuple[str, ...]
-    task_type: str
-    task_index: int
-    rank: int | None
-
-
 def load_json(text: str, name: str) -> tuple[object, list[str]]:
     """Parse JSON.
 
@@ -103,7 +84,7 @@ def load_json(text: str, name: str) -> tuple[object, list[str]]:
         return None, [f"{name} isn't usable JSON: {error}."]
 
 
-def read_task(jobs: object, task: object) -> tuple[Task | None, list[str]]:
+def read_task(jobs: object, task: object) -> tuple[dict[str, Any], list[str]]:
     """Read the place of this process among the tasks of its job.
 
     Args:
@@ -111,7 +92,8 @@ def read_task(jobs: object, task: object) -> tuple[Task | None, list[str]]:
         task: The "task" part: "type" and "index".
 
     Returns:
-        The task (None if there are faults) and all faults, each a sentence or two.
+        The arguments of `Cluster` but `source` (none if there are faults) and all
+        faults, each a sentence or two.
     """
     faults: list[str] = []
     lists = _read_jobs(jobs, faults)
@@ -119,7 +101,7 @@ def read_task(jobs: object, task: object) -> tuple[Task | None, list[str]]:
     if task_type is not None and index is not None and not faults:
         faults += _place_faults(lists, task_type, index)
     if faults or task_type is None or index is None:
-        return None, faults
+        return {}, faults
     servers = tuple(lists.get("ps", ()))
     chiefs = lists.get("chief", [])
     workers = (*chiefs, *lists.get("worker", ()))
@@ -133,16 +115,8 @@ def read_task(jobs: object, task: object) -> tuple[Task | None, list[str]]:
         rank = len(chiefs) + index
     else:
         rank = 0
-    return (
-        Task(
-            workers=workers,
-            servers=servers,
-            task_type=task_type,
-            task_index=index,
-            rank=rank,
-        ),
-        [],
-    )
+    found = {"rank": rank, "size": max(1, len(workers)), "workers": workers}
+    return found | {"servers": servers, "task_type": task_type, "task_index": index}, []
 
 
 def _read_jobs(jobs: object, faults: list[str]) -> dict[str, list[str]]:

@@ -33,10 +33,7 @@ from kerasdist.transport.framing import (
     pack_header,
     unpack_header,
 )
-from kerasdist.transport.liveness.failure_protocol import (
-    NullFailureDetector,
-    final_exception,
-)
+from kerasdist.transport.liveness.failure_protocol import Supervisor, final_exception
 from kerasdist.transport.tracing import SpanTimer
 
 _HEADER_TAG = 1
@@ -231,7 +228,7 @@ class MpiCommunicator(CheckedCommunicator):
     """
 
     def __init__(self, mpi: Any, comm: Any, peers: list[Peer], timeout: float) -> None:
-        super().__init__(int(comm.Get_rank()), peers, NullFailureDetector(), timeout)
+        super().__init__(int(comm.Get_rank()), peers, Supervisor(), timeout)
         self._mpi = mpi
         self._comm = comm
         self._stopped = False

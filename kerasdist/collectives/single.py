@@ -10,14 +10,14 @@ from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
-from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
+from kerasdist.transport.liveness.failure_protocol import Supervisor
 
 
 class SingleCommunicator(CheckedCommunicator):
     """Collectives of one rank: every result is a copy of the argument."""
 
     def __init__(self, address: str = "this worker") -> None:
-        super().__init__(0, [Peer(0, address)], NullFailureDetector(), 1.0)
+        super().__init__(0, [Peer(0, address)], Supervisor(), 1.0)
 
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline

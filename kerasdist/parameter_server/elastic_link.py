@@ -476,13 +476,10 @@ class ServerLink:
         stay: Whether servers stay after `leave` until this process ends, for another
             strategy.
         transport: See `connect_servers`.
-        host: See `connect_servers`.
 
     Raises:
         ClusterError: There is no secret where one is needed, or no server.
     """
-
-    has_servers = True
 
     def __init__(
         self,
@@ -492,7 +489,6 @@ class ServerLink:
         *,
         stay: bool = False,
         transport: str = "auto",
-        host: str | None = None,
     ) -> None:
         if not cluster.servers:
             raise errors.ClusterError(
@@ -508,7 +504,6 @@ class ServerLink:
         self._agreed = agreed(settings, min_workers)
         self._settings = settings
         self._transport = transport
-        self._host = host
         self._stay = stay
         self._job = 0
         self._is_first = cluster.servers not in _stays
@@ -574,7 +569,6 @@ class ServerLink:
                 replicas=replicas,
                 transport=self._transport,
                 on_failure=failed,
-                host=self._host,
                 session=layout.session,
                 once=True,
                 stop=stop,

@@ -121,7 +121,6 @@ class ElasticServer:
             server ends.
         on_split: Called with the loads of the servers of an epoch, and this one's index
             among them, when the epoch's first step is finished.
-        host: Overrides `host_key()`, for tests.
 
     Attributes:
         index: Index among the job's servers.
@@ -141,7 +140,6 @@ class ElasticServer:
         *,
         timeouts: Timeouts | None = None,
         on_split: Callable[[list[Load], int], None] | None = None,
-        host: str | None = None,
     ) -> None:
         if cluster.task_type != "ps":
             raise ValueError(
@@ -155,7 +153,6 @@ class ElasticServer:
         self._agreed = agreed(settings, min_workers)
         self._timeouts = elastic_timeouts(timeouts or Timeouts())
         self._on_split = on_split
-        self._host = host
         self._session = session_name(cluster)
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -355,7 +352,6 @@ class ElasticServer:
             cluster,
             self._settings,
             timeouts=dataclasses.replace(self._timeouts, startup=startup),
-            host=self._host,
             session=layout.session,
             once=True,
         )

@@ -20,9 +20,10 @@ from kerasdist._tested import TESTED_VERSIONS, range_in_words, was_tested
 from kerasdist._tf import patches
 from kerasdist.cluster.tf_config import grace_seconds
 from kerasdist.collectives import Communicator
+from kerasdist.collectives.elastic.job import ElasticChiefActions
 from kerasdist.compression import Compressor
 from kerasdist.errors import ClusterError
-from kerasdist.transport.liveness.announcements import ChiefActions
+from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import (
     final_exception,
     hand_over_final_error,
@@ -55,7 +56,7 @@ class StrategyJob(Closable, Protocol):
         """Whether parameter servers connect the workers."""
 
     @property
-    def announcements(self) -> ChiefActions | None:
+    def announcements(self) -> Announcements | ElasticChiefActions | None:
         """The chief's announcements outside of collectives; None if unsupported."""
 
 

@@ -95,19 +95,16 @@ class Connection:
         self.sock.settimeout(max(deadline.remaining(), 0.001))
         self.sock.sendall(frame + self.auth.sign(frame))
 
-    def read(
-        self, deadline: Deadline, *, bound: int = MAX_CONTROL
-    ) -> tuple[FrameType, bytes]:
+    def read(self, deadline: Deadline) -> tuple[FrameType, bytes]:
         """Read one frame.
 
         Raises:
             TimeoutError: It wasn't there by the deadline.
             EOFError: The connection was closed.
-            ProtocolError: It isn't a frame, isn't authentic, or is longer than `bound`
-                bytes.
+            ProtocolError: It isn't a frame, isn't authentic, or is too long.
             OSError: The connection is broken.
         """
-        header, kind, length = read_header(self.sock, deadline, bound)
+        header, kind, length = read_header(self.sock, deadline, MAX_CONTROL)
         payload = read_exactly(self.sock, length, deadline)
         tag = read_exactly(self.sock, TAG_BYTES, deadline)
         self.auth.check(tag, header, payload)

@@ -25,7 +25,7 @@ from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.transport import Timeouts, log
 from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.handshake import FrameAuthenticator
-from kerasdist.transport.liveness.failure_protocol import NullFailureDetector
+from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.memory import SEGMENT_NAME, memory_group
 from kerasdist.transport.rendezvous.startup import Session
 from kerasdist.transport.sockets import SocketTransport
@@ -243,7 +243,7 @@ class Group(Ranks):
         self.communicators: list[Communicator] = []
         self._servers: Any = None
         timeouts = Timeouts(startup=20, collective=timeout, heartbeat=heartbeat)
-        alone = NullFailureDetector()
+        alone = Supervisor()
         if kind.startswith("server"):
             from servers import Servers  # it's made of the functions here
 

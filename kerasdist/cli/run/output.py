@@ -14,7 +14,7 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
 from kerasdist.transport.liveness.launcher_pipe import stderr_environ
@@ -88,7 +88,7 @@ class StartUpLines:
         self._in_line = False
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """Add output, and return what is to be shown; see `Lines`."""
+        """Add output, and return what is to be shown; see `LineTagger`."""
         shown = self._without_start(data)
         return shown if self._then is None else self._then.feed(shown, now)
 
@@ -144,23 +144,6 @@ _CHAINED = re.compile(
     r"(?:The above exception was the direct cause of the following exception:"
     r"|During handling of the above exception, another exception occurred:)\s*\Z"
 )
-
-
-class Lines(Protocol):
-    """Cuts one rank's output into what is shown at once."""
-
-    def feed(self, data: bytes, now: float) -> bytes:
-        """Add output of the rank, and return what is to be shown, maybe nothing.
-
-        Args:
-            data: Any part of the output.
-            now: The monotonic time in seconds.
-        """
-        ...
-
-    def flush(self) -> bytes:
-        """Return what is still to be shown when the output ends."""
-        ...
 
 
 class LineTagger:
@@ -224,32 +207,6 @@ class LineTagger:
         return (self._tag + shown if shown else self._tag.rstrip()) + b"\n"
 
 
-class WholeLines:
-    """Cuts one rank's output only where a line, or a state of a bar, ends.
-
-    It keeps the output of a rank without tags apart from others' lines: Python writes
-    the arguments of one `print` in several pieces.
-    """
-
-    def __init__(self) -> None:
-        self._pending = b""
-
-    def feed(self, data: bytes, now: float) -> bytes:
-        """Add output of the rank and return complete lines; see `LineTagger`."""
-        del now
-        data = self._pending + data
-        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        if len(data) - end > _LONGEST_LINE:
-            end = len(data)
-        self._pending = data[end:]
-        return data[:end]
-
-    def flush(self) -> bytes:
-        """Return what has no line end yet."""
-        pending, self._pending = self._pending, b""
-        return pending
-
-
 # The output of an elastic job's present chief, in the place of that of rank 0.
 #
 # The first chief has the terminal. When another worker becomes the chief, its output is
@@ -272,18 +229,17 @@ class RoleLines:
 
     def __init__(self, tag: bytes | None, *, is_chief: bool) -> None:
         self._tagger = None if tag is None else LineTagger(tag)
-        self._whole = WholeLines()
         self._is_chief = is_chief
         self._in_line = False
-        # While nothing is shown: the line that isn't finished, or, without a chief,
-        # all since then.
+        # Of the chief, and while nothing is shown: the line that isn't finished, or,
+        # without a chief, all since then.
         self._kept = b""
         self._keeps_all = False
 
     def feed(self, data: bytes, now: float) -> bytes:
         """Add output of the worker, and return what is to be shown of it."""
         if self._is_chief:
-            return self._shown(self._whole.feed(data, now))
+            return self._show_whole(data)
         if self._tagger is not None:
             return self._tagger.feed(data, now)
         self._kept += data
@@ -296,7 +252,8 @@ class RoleLines:
     def flush(self) -> bytes:
         """Return what has no line end yet, if it is to be shown."""
         if self._is_chief:
-            return self._shown(self._whole.flush())
+            kept, self._kept = self._kept, b""
+            return self._shown(kept)
         return b"" if self._tagger is None else self._tagger.flush()
 
     def keep_all(self) -> bytes:
@@ -309,9 +266,9 @@ class RoleLines:
         if self._is_chief:
             return b""
         self._is_chief = True
-        kept = self._kept if self._tagger is None else self._tagger.take()
-        self._kept = b""
-        return self._shown(self._whole.feed(kept, 0.0))
+        if self._tagger is not None:
+            self._kept = self._tagger.take()
+        return self._show_whole(b"")
 
     def end(self) -> bytes:
         """Be the chief no longer; return the end of the line."""
@@ -322,10 +279,27 @@ class RoleLines:
         self._is_chief = self._keeps_all = False
         return rest + (b"\n" if self._in_line else b"")
 
+    def _show_whole(self, data: bytes) -> bytes:
+        """Return output up to where a line, or a state of a bar, ends.
+
+        Python writes the arguments of one `print` in several pieces: the output is
+        kept apart from others' lines.
+        """
+        data = self._kept + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if len(data) - end > _LONGEST_LINE:
+            end = len(data)
+        self._kept = data[end:]
+        return self._shown(data[:end])
+
     def _shown(self, data: bytes) -> bytes:
         if data:
             self._in_line = not data.endswith(b"\n")
         return data
+
+
+# What cuts one rank's output into what is shown at once.
+Lines = StartUpLines | LineTagger | RoleLines
 
 
 class Tail:

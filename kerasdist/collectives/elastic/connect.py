@@ -11,36 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.connect import connect
 from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.collectives.elastic.epochs import Member
-from kerasdist.collectives.elastic.groups import (
-    Connector,
-    Link,
-    WorkerLink,
-    elastic_timeouts,
-)
+from kerasdist.collectives.elastic.groups import Connector, Link, elastic_timeouts
 from kerasdist.collectives.elastic.job import ElasticJob
 from kerasdist.collectives.elastic.peer_messenger import (
     PeerMessenger,
     Startup,
     discover_members,
 )
-from kerasdist.collectives.elastic.termination import (
-    LEAVE_SECONDS,
-    SAVE_SECONDS,
-    Termination,
-)
+from kerasdist.collectives.elastic.termination import Leaving, Termination
 from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
@@ -54,120 +47,43 @@ from kerasdist.transport.rendezvous.listener import Listener
 # checkpoint.
 
 
-class ConnectedAlone(Protocol):
-    """The one worker of a job, whether or not there are servers."""
-
-    @property
-    def cluster(self) -> Any:
-        """The cluster with this worker's rank."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator of one rank."""
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """The number of its replicas."""
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether there are parameter servers."""
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """The chief's announcements, which no other worker reads."""
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave; release what it holds. Can be called twice."""
-
-
 class JobAlone:
     """The job of one worker, in the place of an `ElasticJob`.
 
     Args:
-        inner: The worker; owned from now on.
+        inner: The worker, see `strategies.options.StrategyJob`; owned from now on.
         grace: Seconds from SIGTERM until the platform kills the process.
 
     Attributes:
         name: The name of the job in this script, the same with several workers.
+        communicator, replicas, has_servers, announcements: See `StrategyJob`.
         facts: What the job knows about its start.
         membership: It never changes.
         leaving: The end of the job at SIGTERM.
     """
 
-    def __init__(self, inner: ConnectedAlone, grace: float) -> None:
+    def __init__(self, inner: Any, grace: float) -> None:
         self._inner = inner
         self._closed = False
         self.name = name_job(inner.cluster).partition(".")[2]
+        self.communicator: Communicator = inner.communicator
+        self.replicas: tuple[int, ...] = inner.replicas
+        self.has_servers: bool = inner.has_servers
+        self.announcements: Announcements | None = inner.announcements
         self.facts: dict[str, Any] = {}
-        self.leaving = LeavingAlone(Termination.acquire(grace))
+        self.leaving = Leaving(
+            inner.communicator, Termination.acquire(grace), 1, lambda: None
+        )
         self.membership = MembershipAlone(self.leaving)
 
-    @property
-    def communicator(self) -> Communicator:
-        """See `ConnectedAlone.communicator`."""
-        return self._inner.communicator
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """See `ConnectedAlone.replicas`."""
-        return self._inner.replicas
-
-    @property
-    def has_servers(self) -> bool:
-        """See `ConnectedAlone.has_servers`."""
-        return self._inner.has_servers
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """See `ConnectedAlone.announcements`."""
-        return self._inner.announcements
-
     def close(self, error: BaseException | None = None) -> None:
-        """See `ConnectedAlone.close`."""
+        """Leave the job; release what it holds. Can be called twice."""
         if self._closed:
             return
         self._closed = True
         if self.leaving.termination is not None:
             self.leaving.termination.release()
         self._inner.close(error)
-
-
-class LeavingAlone:
-    """The end of a job of one worker at SIGTERM, see `elastic.termination.Leaving`.
-
-    Args:
-        termination: The request to end this process; None: there will be none.
-
-    Attributes:
-        termination: See above.
-        ids: The members that leave: this worker, as soon as it has agreed.
-    """
-
-    ends_job = includes_this_worker = True
-
-    def __init__(self, termination: Termination | None) -> None:
-        self.termination = termination
-        self.ids: frozenset[int] = frozenset()
-
-    @property
-    def wanted(self) -> bool:
-        """Whether the worker wants to leave."""
-        return self.termination is not None and self.termination.requested
-
-    def agree(self) -> None:
-        """Find out that this worker leaves, and take the time for it."""
-        self.ids = frozenset({0})
-        self._extend(SAVE_SECONDS)
-
-    def change(self) -> bool:
-        """Leave; return that this worker has left."""
-        self._extend(LEAVE_SECONDS)
-        return True
-
-    def _extend(self, seconds: float) -> None:
-        if self.termination is not None:
-            self.termination.extend(seconds)
 
 
 class MembershipAlone:
@@ -182,7 +98,7 @@ class MembershipAlone:
     joining = is_newcomer = False
     changes: Sequence[MembershipChange] = ()
 
-    def __init__(self, leaving: LeavingAlone) -> None:
+    def __init__(self, leaving: Leaving) -> None:
         self._leaving = leaving
 
     def ask(self) -> tuple[bool, bool]:
@@ -242,7 +158,6 @@ def connect_elastic(
     timeouts: Timeouts | None = None,
     replicas: int = 1,
     settings: dict[str, Any] | None = None,
-    host: str | None = None,
     min_workers: int = 1,
     start_workers: int | None = None,
     grace: float = 30.0,
@@ -259,14 +174,13 @@ def connect_elastic(
         timeouts: See `connect`. A worker is lost after 5 s of silence, or less.
         replicas: See `connect`.
         settings: See `connect`.
-        host: See `connect`.
         min_workers: The smallest number of workers that continue.
         start_workers: The number of workers with which the job starts, the first ones;
             the others join later. None: all of them.
         grace: Seconds from SIGTERM until the platform kills a process.
         needs: The names of the facts that a worker needs which joins later.
-        link: Connects the members of each epoch; by default directly, with the
-            transport, settings and host that are given.
+        link: Connects the members of each epoch with parameter servers; by default
+            they are connected directly, with the transport and settings that are given.
 
     Raises:
         As `connect`. After an exception nothing is left open.
@@ -279,12 +193,12 @@ def connect_elastic(
         cluster=cluster,
         addresses=dict(enumerate(cluster.workers)),
         session=name_job(cluster),
-        link=link
-        or WorkerLink(
+        direct=functools.partial(
+            connect,
             transport=transport,
             settings={"elastic": min_workers, "start": size, **(settings or {})},
-            host=host,
         ),
+        link=link,
         timeouts=timeouts,
         replicas=replicas,
     )

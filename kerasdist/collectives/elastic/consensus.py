@@ -95,19 +95,6 @@ class Attempt:
     proposal: Decision | None = None
     votes: frozenset[Member] = frozenset()
 
-    def with_promise(self, sender: Member, promise: Promise) -> Attempt:
-        """Return this attempt with one promise more."""
-        promises = dict(self.promises) | {sender: promise}
-        return dataclasses.replace(self, promises=tuple(promises.items()))
-
-    def with_proposal(self, proposal: Decision) -> Attempt:
-        """Return this attempt with a proposal."""
-        return dataclasses.replace(self, proposal=proposal)
-
-    def with_vote(self, sender: Member) -> Attempt:
-        """Return this attempt with one vote more."""
-        return dataclasses.replace(self, votes=self.votes | {sender})
-
     def awaits(self, silent: frozenset[Member]) -> bool:
         """Return whether a member in contact, or a quorum, hasn't promised yet."""
         promised = dict(self.promises)
@@ -340,7 +327,8 @@ class PaxosParticipant:
     def _on_promise(self, sender: Member, message: Promise) -> None:
         attempt = self._attempt
         if attempt is not None and message.ballot == attempt.request.ballot:
-            self._attempt = attempt.with_promise(sender, message)
+            promises = tuple((dict(attempt.promises) | {sender: message}).items())
+            self._attempt = dataclasses.replace(attempt, promises=promises)
             self._propose()
 
     def _propose(self) -> None:
@@ -352,7 +340,7 @@ class PaxosParticipant:
             return
         proposal = attempt.earlier() or self._choice(attempt)
         if proposal is not None:
-            self._attempt = attempt.with_proposal(proposal)
+            self._attempt = dataclasses.replace(attempt, proposal=proposal)
             request = attempt.request
             message = Propose(request.epoch, request.ballot, proposal)
             self._send_all(tuple(dict(attempt.promises)), message)
@@ -373,9 +361,9 @@ class PaxosParticipant:
         attempt = self._attempt
         if attempt is None or message.ballot != attempt.request.ballot:
             return
-        self._attempt = attempt = attempt.with_vote(sender)
-        proposal = attempt.proposal
-        if proposal is not None and attempt.is_quorum(attempt.votes):
+        votes, proposal = attempt.votes | {sender}, attempt.proposal
+        self._attempt = dataclasses.replace(attempt, votes=votes)
+        if proposal is not None and attempt.is_quorum(votes):
             others = dict.fromkeys(self._present().epoch.members)
             others |= dict.fromkeys(proposal.epoch.members)
             others.pop(self.me, None)

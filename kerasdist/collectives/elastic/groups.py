@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -19,11 +20,9 @@ from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.deadline import Cancellation, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
 
-# The way in which the members of an epoch are connected: directly, or by servers.
-#
-# An elastic job uses one `Link` for all of its epochs. `WorkerLink` connects the
-# members as those of any other job; servers have a link of their own
-# (`kerasdist.parameter_server.elastic_link`).
+# The way in which the members of an epoch are connected: directly, as those of any
+# other job, or by servers. An elastic job with servers uses one `Link` for all of its
+# epochs (`kerasdist.parameter_server.elastic_link`).
 
 # Seconds of silence after which a process is lost, at most.
 _MOST_HEARTBEAT = 5.0
@@ -79,11 +78,7 @@ class Connected(Protocol):
 
 
 class Link(Protocol):
-    """The way in which the members of an epoch are connected."""
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether parameter servers connect the members."""
+    """The connection of the members of an epoch by parameter servers."""
 
     def connect(
         self,
@@ -119,49 +114,6 @@ class Link(Protocol):
             group: The last group, which may be broken.
             error: The error that ended its script, if there was one.
         """
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerLink:
-    """Connects members directly with each other.
-
-    Attributes:
-        transport: See `connect.connect`.
-        settings: See `connect.connect`.
-        host: See `connect.connect`.
-    """
-
-    transport: str
-    settings: dict[str, Any]
-    host: str | None
-    has_servers = False
-
-    def connect(
-        self,
-        cluster: Cluster,
-        epoch: int,
-        *,
-        name: str,
-        timeouts: Timeouts,
-        replicas: int,
-        watch: Callable[[errors.CollectiveError], None],
-        stop: Cancellation,
-    ) -> Connected:
-        """See `Link.connect`."""
-        return connect(
-            cluster,
-            transport=self.transport,
-            timeouts=timeouts,
-            replicas=replicas,
-            settings=self.settings,
-            host=self.host,
-            name=name,
-            watch=watch,
-            stop=stop,
-        )
-
-    def leave(self, group: Connected, error: BaseException | None) -> None:
-        """See `Link.leave`: `Connected.close` reports it to the others."""
 
 
 def elastic_timeouts(timeouts: Timeouts) -> Timeouts:
@@ -218,7 +170,8 @@ class Connector:
         cluster: The cluster of the job.
         addresses: Each task's address, by the member's id.
         session: The name of the job, the same on all members.
-        link: See `Link`.
+        direct: Connects members without servers: `connect.connect`, with its options.
+        link: Connects them with servers; None: there are none.
         timeouts: The time limits of the first epoch.
         replicas: Number of this worker's replicas.
     """
@@ -227,7 +180,8 @@ class Connector:
     cluster: Cluster
     addresses: Mapping[int, str]
     session: str
-    link: Link
+    direct: Callable[..., Connected]
+    link: Link | None
     timeouts: Timeouts
     replicas: int
 
@@ -256,23 +210,25 @@ class Connector:
         Raises:
             As `Link.connect`.
         """
-        members = decision.epoch.members
+        members, number = decision.epoch.members, decision.epoch.number
         cluster = dataclasses.replace(
             self.cluster,
             rank=members.index(self.me),
             size=len(members),
             workers=tuple(self.addresses[member.id] for member in members),
         )
-        job = self.link.connect(
+        join = self.direct
+        if self.link is not None:
+            join = functools.partial(self.link.connect, epoch=number)
+        job = join(
             cluster,
-            decision.epoch.number,
-            name=f"{self.session}.{decision.epoch.number}",
+            name=f"{self.session}.{number}",
             timeouts=timeouts,
             replicas=self.replicas,
             watch=watch,
             stop=stop,
         )
-        return Group(decision.epoch.number, members, job)
+        return Group(number, members, job)
 
 
 def introduce(group: Group, decision: Decision, lines: PeerMessenger) -> None:

@@ -122,11 +122,11 @@ class Losses:
 
 
 class ElasticChiefActions:
-    """See `ChiefActions`.
+    """The chief's actions, as its `Announcements` make them known.
 
     Args:
         group: Returns the present group; or, given an epoch, waits for a later one.
-        seconds: See `ChiefActions`.
+        seconds: See `Announcements`.
     """
 
     def __init__(self, group: Callable[..., Group], seconds: float) -> None:
@@ -137,7 +137,7 @@ class ElasticChiefActions:
 
     @property
     def announces(self) -> bool:
-        """See `ChiefActions.announces`."""
+        """See `Announcements.announces`."""
         return self._group().communicator.rank == 0
 
     def begin(self, topic: str) -> None:
@@ -233,7 +233,7 @@ class ElasticJob:
         self.transport = group.job.transport
         self.timeouts = connector.timeouts
         self._lines = lines
-        self.has_servers = connector.link.has_servers
+        self.has_servers = connector.link is not None
         self._connector = connector
         self._listener = listener
         self._lock = threading.Lock()
@@ -254,7 +254,10 @@ class ElasticJob:
         }
         self.communicator = ElasticCommunicator(group, peers, _CHANGE_SECONDS, hosts)
         self._grace = grace
-        self.leaving = Leaving(self.communicator, None, min_workers)
+        self.leaving = Leaving(
+            self.communicator, None, min_workers, lambda: self._agreement.close()
+        )
+        self.communicator.wants_to_leave = lambda: self.leaving.wanted
         self.announcements = ElasticChiefActions(
             self.communicator.await_group, self.timeouts.collective
         )
@@ -516,7 +519,8 @@ class ElasticJob:
             group, thread = self._group, self._thread
         if self.leaving.termination is not None:
             self.leaving.termination.release()
-        self._connector.link.leave(group.job, error)
+        if self._connector.link is not None:
+            self._connector.link.leave(group.job, error)
         self.communicator.close()
         self._agreement.close()
         group.job.close(error)

@@ -39,7 +39,13 @@ from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
-from kerasdist.transport.framing import FrameType, to_json, unexpected
+from kerasdist.transport.framing import (
+    FrameType,
+    read_record,
+    to_json,
+    to_object,
+    unexpected,
+)
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import missing_error
@@ -487,32 +493,19 @@ class PeerMessenger:
                 raise Left
             if kind is not FrameType.MEMBERSHIP:
                 raise unexpected(kind)
-            value = to_json(payload)
-            facts = value.get("facts")
-            seconds = value.get("seconds")
-            answer = Answer(
-                _members([value.get("member")])[0],
-                _members(value.get("members")),
-                facts if isinstance(facts, dict) else {},
-                str(value.get("process")),
-                value.get("replaces") is True,
-                seconds if isinstance(seconds, (int, float)) else None,
-            )
+            answer = read_record(to_json(payload), Answer, "An answer about membership")
             self._is_known(answer.member, answer.process)
-            self._share_patience(seconds)
+            self._share_patience(answer.seconds)
             return answer
 
     def _answer(self, connection: Connection, *, replaces: bool) -> None:
-        answer = {
-            "member": list(self._me),
-            "members": [list(member) for member in self.members],
-            "facts": dict(self.facts),
-            "process": self._process,
-            "replaces": replaces,
-            "seconds": None if self.patience is None else self.patience.remaining(),
-        }
+        answer = Answer(
+            *(self._me, self.members, dict(self.facts), self._process, replaces),
+            None if self.patience is None else self.patience.remaining(),
+        )
         with connection, contextlib.suppress(OSError):
-            connection.write_json(FrameType.MEMBERSHIP, answer, Deadline(_POLL_SECONDS))
+            limit = Deadline(_POLL_SECONDS)
+            connection.write_json(FrameType.MEMBERSHIP, to_object(answer), limit)
 
     def close(self) -> None:
         """Close all lines, when what waits has been sent. Can be called twice."""
@@ -649,19 +642,3 @@ def _limit(deadline: Deadline | None) -> Deadline:
     return Deadline(
         _SECONDS if deadline is None else min(_SECONDS, deadline.remaining())
     )
-
-
-def _members(value: object) -> tuple[Member, ...]:
-    """Return members from an answer.
-
-    Raises:
-        ProtocolError: They aren't some.
-    """
-    if isinstance(value, list) and all(
-        isinstance(each, list)
-        and len(each) == 2
-        and all(type(number) is int for number in each)
-        for each in value
-    ):
-        return tuple(Member(*each) for each in value)
-    raise ProtocolError("An answer about membership is damaged.")

@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import numpy as np
@@ -41,11 +41,11 @@ from kerasdist.transport.log import flush, log_in_background
 # These collectives are between two steps, so the others continue with the next step.
 
 # Seconds for what precedes the change: the platform ends the process before.
-SAVE_SECONDS = 600.0
+_SAVE_SECONDS = 600.0
 # Seconds until a leaver ends in any case. The change takes a fraction of a second.
 _SECONDS = 10.0
 # Seconds for the change, and the end of the process.
-LEAVE_SECONDS = 2 * _SECONDS
+_LEAVE_SECONDS = 2 * _SECONDS
 _POLL_SECONDS = 0.002
 
 
@@ -56,6 +56,7 @@ class Leaving:
         communicator: Between the present members.
         termination: The request to end this process; None: there will be none.
         min_workers: The smallest number of members that continue.
+        end: Ends the membership, when no member is left.
 
     Attributes:
         termination: See above.
@@ -67,12 +68,13 @@ class Leaving:
         communicator: ElasticCommunicator,
         termination: Termination | None,
         min_workers: int,
+        end: Callable[[], None],
     ) -> None:
         self.termination = termination
         self.ids: frozenset[int] = frozenset()
         self._communicator = communicator
         self._min_workers = min_workers
-        communicator.wants_to_leave = lambda: self.wanted
+        self._end = end
 
     @property
     def wanted(self) -> bool:
@@ -97,7 +99,7 @@ class Leaving:
         found = self._communicator.all_gather(mine)
         self.ids = frozenset(int(number) for number, leaves in found if leaves)
         if self.termination is not None and self.includes_this_worker:
-            self.termination.extend(SAVE_SECONDS)
+            self.termination.extend(_SAVE_SECONDS)
 
     def change(self) -> bool:
         """Let the members leave that have agreed to; all call it alike.
@@ -110,7 +112,7 @@ class Leaving:
         """
         leaves = self.includes_this_worker
         if self.termination is not None and leaves:
-            self.termination.extend(LEAVE_SECONDS)
+            self.termination.extend(_LEAVE_SECONDS)
         everyone = self.ids >= set(self._communicator.ranks)
         try:
             if everyone:
@@ -123,7 +125,7 @@ class Leaving:
         if everyone:
             # No member is left to agree with. The end of the others, which is next,
             # must not break the group: parameter servers wait for a goodbye through it.
-            self._communicator.membership.close()
+            self._end()
             return True
         # A later process with the task of one of them may be lost.
         self.ids = frozenset()

@@ -108,7 +108,6 @@ class NetworkConnection(ServerConnection):
         index: Index of the server.
         address: Its address.
         hello: This worker's hello to it.
-        host: The identity of this worker's host, see `host_key`.
         session: The name of the servers' session.
         secret: The job's secret.
         heartbeat: Watches the control connections of this worker.
@@ -122,7 +121,6 @@ class NetworkConnection(ServerConnection):
         index: int,
         address: str,
         hello: ServerHello,
-        host: str,
         session: str,
         secret: bytes,
         heartbeat: Heartbeat,
@@ -134,7 +132,6 @@ class NetworkConnection(ServerConnection):
         self.index = index
         self.address = address
         self._hello = hello
-        self._host = host
         self._session = session
         self._secret = secret
         self._heartbeat = heartbeat
@@ -203,7 +200,7 @@ class NetworkConnection(ServerConnection):
             )
 
         control, roster = self._retry(enrol, deadline, look)
-        shared = self._transport == "auto" and roster.host == self._host
+        shared = self._transport == "auto" and roster.host == host_key()
         data = hello_of(
             *(self._session, PURPOSE, self._job.rank),
             dataclasses.replace(hello, line="data", shared=shared),
@@ -417,7 +414,6 @@ def connect_servers(
     on_failure: Callable[[errors.CollectiveError], None] | None = None,
     on_table: Callable[[Layout], None] | None = None,
     join_barrier: bool = False,
-    host: str | None = None,
     session: str | None = None,
     once: bool = False,
     stop: Cancellation | None = None,
@@ -439,7 +435,6 @@ def connect_servers(
         on_table: As for `ParameterServer`; for a server in this process.
         join_barrier: Whether a worker that starts later joins at an epoch's end, see
             `parameter_server.server.collectives`; else the others wait for it at once.
-        host: Overrides `host_key()`, for tests.
         session: The name of the session; by default `session_name`.
         once: As for `ParameterServer`.
         stop: When another thread sets it, the call ends with `Aborted`.
@@ -503,7 +498,6 @@ def connect_servers(
                     replicas=replicas,
                     settings=settings.agreed(),
                 ),
-                host or host_key(),
                 session or session_name(cluster),
                 secret,
                 heartbeat,

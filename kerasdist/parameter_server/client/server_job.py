@@ -28,7 +28,7 @@ from kerasdist.parameter_server.server.handler import MOST_BYTES, Met
 from kerasdist.transport.base import Aborted, Peer
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import Call, FrameType
-from kerasdist.transport.liveness.failure_protocol import decode, encode
+from kerasdist.transport.liveness.failure_protocol import Supervisor, decode, encode
 from kerasdist.transport.tracing import Recorder, SpanTimer
 
 # Makes a request, with arrays placed in the channel.
@@ -37,7 +37,7 @@ Build = Callable[[Channel], Message]
 _REPORTING_SECONDS = 5.0
 
 
-class ServerJob(abc.ABC):
+class ServerJob(Supervisor, abc.ABC):
     """A worker's part in a job, as its connections, tables and communicator see it.
 
     It is also the communicator's failure detector (`Supervisor`): servers detect the
@@ -64,6 +64,7 @@ class ServerJob(abc.ABC):
         timeouts: Timeouts,
         on_failure: Callable[[errors.CollectiveError], None] | None,
     ) -> None:
+        super().__init__()
         self.cluster = cluster
         self.settings = settings
         self.timeouts = timeouts
@@ -73,17 +74,14 @@ class ServerJob(abc.ABC):
         self.clocks: dict[int, int] = {}
         self.recorder: Recorder | None = None
         self.use = 1
-        self.call = Call(0)
         self._uses = {1}
         self._on_failure = on_failure
         self._changed = threading.Condition()
-        self._failure: errors.CollectiveError | None = None
         # The same while a thread reports it, and that thread.
         self._failing: errors.CollectiveError | None = None
         self._reporting: int | None = None
         self._closed = False
         self._met = 0
-        self._step = 0
         self._calls = threading.RLock()
         self.connections = ServerConnections(self.check)
 
@@ -99,11 +97,6 @@ class ServerJob(abc.ABC):
     def servers(self) -> int:
         """Number of servers."""
         return len(self.connections)
-
-    @property
-    def failure(self) -> errors.CollectiveError | None:
-        """The error that ended this worker's part in the job, or None."""
-        return self._failure
 
     @property
     def closed(self) -> bool:
@@ -221,14 +214,6 @@ class ServerJob(abc.ABC):
     ) -> errors.CollectiveError:
         """See `Supervisor.report`."""
         return self.fail(error)
-
-    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
-        """See `Supervisor.explain`."""
-        return self.fail(errors.WorkerLost(peer.rank, peer.address, self.step, seen))
-
-    def absent(self, call: Call) -> list[Peer] | None:
-        """See `Supervisor.absent`."""
-        return None
 
 
 class ServerConnections:

@@ -339,7 +339,6 @@ class ParameterServer:
             first values, for instance to print this server's part.
         on_start: Called when all workers are connected, before the job begins; at a
             server that continues from a snapshot, at once.
-        host: Overrides `host_key()`, for tests.
         session: The name of the session; by default `session_name`.
         once: Whether the workers live, and connect once, as in an epoch of an elastic
             job.
@@ -365,7 +364,6 @@ class ParameterServer:
         timeouts: Timeouts | None = None,
         on_table: Callable[[Layout], None] | None = None,
         on_start: Callable[[], None] | None = None,
-        host: str | None = None,
         session: str | None = None,
         once: bool = False,
     ) -> None:
@@ -378,7 +376,6 @@ class ParameterServer:
         self.address = cluster.servers[self.index]
         self._settings = settings
         self._timeouts = timeouts or Timeouts()
-        self._host = host or host_key()
         self._session = session or session_name(cluster)
         self._stop = threading.Event()
         self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
@@ -551,7 +548,7 @@ class ParameterServer:
     ) -> None:
         workers = self.handler.membership.workers
         roster = ServerRoster(
-            host=self._host,
+            host=host_key(),
             unix_name=self._listener.unix_name,
             replicas=tuple(each.replicas for each in workers),
             met=worker.met,

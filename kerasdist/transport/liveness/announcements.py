@@ -23,7 +23,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ProtocolError
@@ -139,29 +139,6 @@ class WaitOutcome:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     reason: str = ""
     known: bool = False
-
-
-class ChiefActions(Protocol):
-    """The chief's actions, as `Announcements` makes them known.
-
-    Attributes:
-        seconds: How long the others wait for the chief to begin, and then to finish.
-    """
-
-    seconds: float
-
-    @property
-    def announces(self) -> bool:
-        """Whether this worker is the chief."""
-
-    def begin(self, topic: str) -> None:
-        """See `Announcements.begin`."""
-
-    def end(self, topic: str, facts: dict[str, Any], *, failed: bool = False) -> None:
-        """See `Announcements.end`."""
-
-    def wait(self, topic: str, *, own: bool = False) -> WaitOutcome:
-        """See `Announcements.wait`."""
 
 
 class Announcements:

@@ -45,7 +45,7 @@ from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.framing import Call, FrameType, to_json, unexpected
 from kerasdist.transport.liveness.announcements import Announcements
-from kerasdist.transport.liveness.failure_protocol import decode, encode
+from kerasdist.transport.liveness.failure_protocol import Supervisor, decode, encode
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 
@@ -137,7 +137,7 @@ class CollectiveProgress:
 DECISION_SECONDS = 2.0
 
 
-class FailureDetector:
+class FailureDetector(Supervisor):
     """The failure detector of a session, see `failure_protocol.Supervisor`.
 
     Args:
@@ -166,8 +166,7 @@ class FailureDetector:
         *,
         log: bool = True,
     ) -> None:
-        self.step = 0
-        self.call = Call(0)
+        super().__init__()
         self._rank = rank
         self._peers = tuple(peers)
         self._timeouts = timeouts
@@ -175,7 +174,6 @@ class FailureDetector:
         self._reporter = reporter
         self._log = log
         self._changed = threading.Condition()  # holds an RLock
-        self._failure: errors.CollectiveError | None = None
         self._departed: dict[int, str] = {}
         # Those of them whose scripts ended well.
         self._finished: set[int] = set()

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from kerasdist import errors
 from kerasdist.transport.base import Peer
@@ -176,8 +176,11 @@ class EndedTasks:
 _MOST_CHARACTERS = 4000
 
 
-class Supervisor(Protocol):
+class Supervisor:
     """Knows the state of all ranks of a job, of which one connection shows only a part.
+
+    This one has no session: it takes every broken connection for a lost rank. Ranks in
+    one process may share one: then they agree on the first failure.
 
     Attributes:
         step: This rank's step, for messages; set by the strategy.
@@ -185,12 +188,15 @@ class Supervisor(Protocol):
             communicator.
     """
 
-    step: int
-    call: Call
+    def __init__(self) -> None:
+        self.step = 0
+        self.call = Call(0)
+        self._failure: errors.CollectiveError | None = None
 
     @property
     def failure(self) -> errors.CollectiveError | None:
         """The first failure of the job that this rank knows of, or None."""
+        return self._failure
 
     def report(
         self, error: errors.CollectiveError, *, wait: bool = True
@@ -201,50 +207,16 @@ class Supervisor(Protocol):
             error: The error.
             wait: Whether to wait until the ranks agree on the first error.
         """
-
-    def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
-        """Find out why `peer` can't be reached any more, and report it to all ranks."""
-
-    def absent(self, call: Call) -> list[Peer] | None:
-        """Return the ranks that haven't joined `call`; None if that isn't known."""
-
-    def close(self) -> None:
-        """Send a goodbye and end. Can be called twice."""
-
-
-class NullFailureDetector:
-    """Takes every broken connection for a lost rank; for tests without a session.
-
-    Ranks in one process may share one: then they agree on the first failure.
-    """
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.call = Call(0)
-        self._failure: errors.CollectiveError | None = None
-
-    @property
-    def failure(self) -> errors.CollectiveError | None:
-        """See `Supervisor.failure`."""
-        return self._failure
-
-    def report(
-        self, error: errors.CollectiveError, *, wait: bool = True
-    ) -> errors.CollectiveError:
-        """See `Supervisor.report`."""
         self._failure = self._failure or error
         return self._failure
 
     def explain(self, peer: Peer, seen: str) -> errors.CollectiveError:
-        """See `Supervisor.explain`."""
+        """Find out why `peer` can't be reached any more, and report it to all ranks."""
         return self.report(errors.WorkerLost(peer.rank, peer.address, self.step, seen))
 
     def absent(self, call: Call) -> list[Peer] | None:
-        """See `Supervisor.absent`."""
+        """Return the ranks that haven't joined `call`; None if that isn't known."""
         return None
-
-    def close(self) -> None:
-        """See `Supervisor.close`."""
 
 
 def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:

@@ -47,16 +47,12 @@ def stderr_environ(real: int, copied: int) -> dict[str, str]:
     return {STDERR_VARIABLE: f"{descriptor_in_words(real)}/{os.fstat(copied).st_ino}"}
 
 
-def take_stderr(environ: Mapping[str, str] | None = None) -> None:
+def take_stderr() -> None:
     """Let standard error be the launcher's, if this process's one is copied by it.
 
     A script that has made its standard error another file keeps that.
-
-    Args:
-        environ: The environment with `KERASDIST_STDERR_FD`; the process's by default.
     """
-    environ = os.environ if environ is None else environ
-    named, _, inode = environ.get(STDERR_VARIABLE, "").partition("/")
+    named, _, inode = os.environ.get(STDERR_VARIABLE, "").partition("/")
     real = descriptor_named(named, lambda mode: True)
     if real is None:
         return
