@@ -12,6 +12,7 @@ are medians; times are in seconds.
 
 from common.digits import digits_data, digits_model
 from common.figures import fit_line, human_bytes, median, plot, table, timed
+from common.links import bytes_sent, shape, start_on_hosts, two_hosts
 from common.places import ROOT, cluster_env, free_ports, quiet_env
 from common.processes import Driver, Ended, Team, serve
 from common.report import Report, arguments
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "Team",
     "arguments",
+    "bytes_sent",
     "cluster_env",
     "digits_data",
     "digits_model",
@@ -37,6 +39,9 @@ __all__ = [
     "quiet_env",
     "serve",
     "servers",
+    "shape",
+    "start_on_hosts",
     "table",
     "timed",
+    "two_hosts",
 ]

@@ -10,8 +10,6 @@ host 0 has sent, by the counter of its interface.
 from __future__ import annotations
 
 import json
-import secrets
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,19 +18,17 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from common import (
-    ROOT,
     Driver,
     Report,
     Team,
     arguments,
-    cluster_env,
+    bytes_sent,
     median,
-    quiet_env,
+    shape,
+    start_on_hosts,
     table,
+    two_hosts,
 )
-
-sys.path.insert(0, str(ROOT / "tests" / "support"))
-from hosts import Hosts
 
 PLAYER = str(HERE.parent / "fit" / "player.py")
 # Bits per second, and steps in a round: a step takes a second on the slow link.
@@ -51,54 +47,10 @@ COLUMNS: dict[str, dict[str, Any]] = {
 }
 
 
-def shape(hosts: Hosts, rate: int) -> None:
-    """Let both hosts send no faster than the rate, in bits per second."""
-    for host in range(2):
-        subprocess.run(
-            [
-                *hosts.prefix(host),
-                *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
-                *("rate", f"{rate}bit", "burst", "1250000", "latency", "400ms"),
-            ],
-            check=True,
-        )
-
-
-def bytes_sent(hosts: Hosts) -> int:
-    """Return how many bytes host 0 has sent."""
-    done = subprocess.run(
-        [*hosts.prefix(0), "cat", "/sys/class/net/eth0/statistics/tx_bytes"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return int(done.stdout)
-
-
-def start(driver: Driver, hosts: Hosts, name: str, place: int) -> Team:
-    addresses = [f"{hosts.address(h)}:{5000 + 10 * place + h}" for h in range(2)]
-    secret = secrets.token_hex(32)
-    return driver.start(
-        name,
-        lambda rank: [
-            *hosts.prefix(rank),
-            *(sys.executable, PLAYER, "ring", "mlp", driver.path, str(rank), "2"),
-        ],
-        2,
-        lambda rank: {
-            **quiet_env(),
-            **cluster_env(addresses, rank, secret),
-            "RING_OPTIONS": json.dumps(COLUMNS[name]),
-        },
-    )
-
-
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    if reason := Hosts.available():
-        sys.exit(f"This benchmark can't run here: {reason}.")
     rounds = 1 if options.quick else options.rounds
     names = ["factors"] if options.quick else list(COLUMNS)
     links = ["10 Gbit/s"] if options.quick else list(LINKS)
@@ -109,9 +61,17 @@ def main() -> None:
     )
     seconds: dict[str, dict[str, list[float]]] = {link: {} for link in links}
     sent: dict[str, float] = {}
-    with Hosts(2) as hosts, Driver() as driver:
+    with two_hosts() as hosts, Driver() as driver:
         shape(hosts, LINKS["10 Gbit/s"][0])
-        teams = {name: start(driver, hosts, name, i) for i, name in enumerate(names)}
+        command = [PLAYER, "ring", "mlp", driver.path]
+        teams = {
+            name: start_on_hosts(
+                *(driver, hosts, name, command),
+                {"RING_OPTIONS": json.dumps(COLUMNS[name])},
+                place,
+            )
+            for place, name in enumerate(names)
+        }
         for name, team in teams.items():
             team.order({"steps": 4})
             # All steps of a call, with those of its beginning: the rest is left out.
@@ -144,7 +104,7 @@ def main() -> None:
     report.write()
 
 
-def _sent_in(hosts: Hosts, team: Team, steps: int) -> int:
+def _sent_in(hosts: Any, team: Team, steps: int) -> int:
     before = bytes_sent(hosts)
     team.order({"steps": steps})
     return bytes_sent(hosts) - before

@@ -59,6 +59,20 @@ def mlp() -> tuple[list[Any], tuple[int, ...], int]:
     return [*hidden, Dense(10)], (784,), 128
 
 
+def deep() -> tuple[list[Any], tuple[int, ...], int]:
+    """40 layers of 384: 6 million parameters in many small gradients."""
+    hidden = [Dense(384, activation="relu") for _ in range(40)]
+    return [*hidden, Dense(10)], (384,), 64
+
+
+def convnet() -> tuple[list[Any], tuple[int, ...], int]:
+    """Five convolutions of 256 filters on 8 x 8: much computing for 2.4 million."""
+    layers = [
+        keras.layers.Conv2D(256, 3, padding="same", activation="relu") for _ in range(5)
+    ]
+    return [*layers, keras.layers.GlobalAveragePooling2D(), Dense(10)], (8, 8, 3), 16
+
+
 def cnn() -> tuple[list[Any], tuple[int, ...], int]:
     """Three small convolutions on 28 x 28 images."""
     layers = []
@@ -117,7 +131,7 @@ def tables() -> tuple[list[Any], tuple[int, ...], int]:
 
 
 MODELS = {
-    **{f.__name__: f for f in (mlp, cnn, lstm, embedding, digits)},
+    **{f.__name__: f for f in (mlp, deep, convnet, cnn, lstm, embedding, digits)},
     "tables_adam": tables,
     "tables_adagrad": tables,
 }
@@ -187,6 +201,8 @@ def answer(order: dict[str, Any]) -> Any:
     """Train for some steps; return what each took, or what one of them did."""
     if order.get("trace"):
         return trace()
+    if "bucket_size" in order:
+        use_buckets(order["bucket_size"])
     steps, timer = order["steps"], Timer()
     steps += WARM_UP + 1  # the last one's beginning is the end of what is timed
     workers = SIZE if strategy is not None else 1
@@ -200,7 +216,20 @@ def answer(order: dict[str, Any]) -> Any:
         callbacks=[timer],
     )
     per_step = {name: value / order["steps"] for name, value in timer.result.items()}
-    return {**per_step, "examples": BATCH / per_step["seconds"]}
+    found = {**per_step, "examples": BATCH / per_step["seconds"]}
+    if MODE == "ring":
+        found["bucket_size"] = strategy.extended.workers.bucket_size
+    return found
+
+
+FUNCTIONS: dict[int, Any] = {}
+
+
+def use_buckets(size: int) -> None:
+    """Take the next steps with buckets of another size, traced once for each."""
+    strategy.extended.workers.bucket_size = size
+    MODEL_.train_function = FUNCTIONS.get(size)
+    FUNCTIONS[size] = MODEL_.make_train_function() or MODEL_.train_function
 
 
 def trace() -> list[tuple[str, float, float]]:

@@ -12,8 +12,6 @@ one step with small buckets is drawn, from TensorFlow's own profiler.
 from __future__ import annotations
 
 import json
-import secrets
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from common import (
-    ROOT,
     Driver,
     Report,
-    Team,
     arguments,
-    cluster_env,
     median,
-    quiet_env,
+    shape,
+    start_on_hosts,
     table,
+    two_hosts,
 )
-
-sys.path.insert(0, str(ROOT / "tests" / "support"))
-from hosts import Hosts
 
 PLAYER = str(HERE.parent / "fit" / "player.py")
 RATE = 2_000_000_000  # bits per second
@@ -47,37 +41,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "buckets of 4 MB, bf16": {"bucket_size": 4_000_000, "compression": "bf16"},
 }
 WIDTH = 72  # of the drawing, in characters
-
-
-def shape(hosts: Hosts) -> None:
-    """Let both hosts send no faster than the rate."""
-    for host in range(2):
-        subprocess.run(
-            [
-                *hosts.prefix(host),
-                *("tc", "qdisc", "replace", "dev", "eth0", "root", "tbf"),
-                *("rate", f"{RATE}bit", "burst", "250000", "latency", "400ms"),
-            ],
-            check=True,
-        )
-
-
-def start(driver: Driver, hosts: Hosts, name: str, place: int) -> Team:
-    addresses = [f"{hosts.address(h)}:{5000 + 10 * place + h}" for h in range(2)]
-    secret = secrets.token_hex(32)
-    return driver.start(
-        name,
-        lambda rank: [
-            *hosts.prefix(rank),
-            *(sys.executable, PLAYER, "ring", "mlp", driver.path, str(rank), "2"),
-        ],
-        2,
-        lambda rank: {
-            **quiet_env(),
-            **cluster_env(addresses, rank, secret),
-            "RING_OPTIONS": json.dumps(COLUMNS[name]),
-        },
-    )
 
 
 def drawn(events: list[tuple[str, float, float]]) -> str:
@@ -103,8 +66,6 @@ def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
-    if reason := Hosts.available():
-        sys.exit(f"This benchmark can't run here: {reason}.")
     rounds, steps = (1, 2) if options.quick else (options.rounds, 8)
     names = ["buckets of 4 MB"] if options.quick else list(COLUMNS)
     report = Report(
@@ -113,9 +74,17 @@ def main() -> None:
         repeats=f"{rounds} rounds x {steps} steps",
     )
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    with Hosts(2) as hosts, Driver() as driver:
-        shape(hosts)
-        teams = {name: start(driver, hosts, name, i) for i, name in enumerate(names)}
+    with two_hosts() as hosts, Driver() as driver:
+        shape(hosts, RATE)
+        command = [PLAYER, "ring", "mlp", driver.path]
+        teams = {
+            name: start_on_hosts(
+                *(driver, hosts, name, command),
+                {"RING_OPTIONS": json.dumps(COLUMNS[name])},
+                place,
+            )
+            for place, name in enumerate(names)
+        }
         alone = driver.start(
             "one worker",
             lambda rank: [sys.executable, PLAYER, "ring", "mlp", driver.path, "0", "1"],

@@ -31,7 +31,8 @@ y = (x.sum(1) > 0).astype("float32")
 
 def model(statistics=False):
     keras.utils.set_random_seed(3)
-    middle = [keras.layers.BatchNormalization(), keras.layers.Dropout(0.2)]
+    norms = [keras.layers.BatchNormalization(synchronized=on) for on in (False, True)]
+    middle = [*norms, keras.layers.Dropout(0.2)]
     return keras.Sequential([
         keras.Input((8,)), keras.layers.Dense(64, activation="relu"),
         *(middle if statistics else []),

@@ -12,7 +12,7 @@ from keras.src import tree
 from kerasdist._keras.elastic.finished_calls import numbers_of_one
 from kerasdist._keras.learning_rate import optimizers_of
 from kerasdist._keras.placement.layers import move
-from kerasdist._keras.protocols import KerasHooks
+from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.optimizers import own_accumulators
 from kerasdist._tf.variables import CHIEFS_STATE, facets_of
 
@@ -73,8 +73,12 @@ def _statistics(trainer: Any) -> list[Any]:
     replicas, including those without rows.
     """
     shared: set[int] = set()
-    # Then a synchronized layer computes with a part of this replica's rows.
-    divided = facets_of(trainer.distribute_strategy).micro_batches > 1
+    # Then a synchronized layer computes with a part of this replica's rows, or with those
+    # of this worker alone.
+    strategy = trainer.distribute_strategy
+    hooks = hooks_of(strategy)
+    divided = facets_of(strategy).micro_batches > 1
+    divided |= hooks is not None and hooks.local is not None
     for layer in trainer._flatten_layers():
         own = list(getattr(layer, "_trainable_variables", ()))
         if getattr(layer, "synchronized", False) and not divided:

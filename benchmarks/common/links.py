@@ -1,0 +1,73 @@
+"""Two hosts out of network namespaces, and the link between them."""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from common.places import ROOT, cluster_env, quiet_env
+from common.processes import Driver, Team
+
+__all__ = ["bytes_sent", "shape", "start_on_hosts", "two_hosts"]
+
+
+def two_hosts() -> Any:
+    """Return both hosts, a context manager; ends the benchmark where none can be."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from hosts import Hosts
+
+    if reason := Hosts.available():
+        sys.exit(f"This benchmark can't run here: {reason}.")
+    return Hosts(2)
+
+
+def shape(hosts: Any, rate: int) -> None:
+    """Let both hosts send no faster than a rate, in bits per second."""
+    # A burst of a millisecond, or of some packets.
+    burst = str(max(rate // 8000, 20_000))
+    limit = ["tbf", "rate", f"{rate}bit", "burst", burst, "latency", "1000ms"]
+    for host in range(2):
+        tc = [*hosts.prefix(host), "tc", "qdisc", "replace", "dev", "eth0", "root"]
+        subprocess.run([*tc, *limit], check=True)
+
+
+def bytes_sent(hosts: Any) -> int:
+    """Return how many bytes host 0 has sent, by the counter of its interface."""
+    done = subprocess.run(
+        [*hosts.prefix(0), "cat", "/sys/class/net/eth0/statistics/tx_bytes"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return int(done.stdout)
+
+
+def start_on_hosts(
+    driver: Driver,
+    hosts: Any,
+    name: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    place: int = 0,
+) -> Team:
+    """Start a job of two workers, one on each host.
+
+    Args:
+        driver: Starts the processes.
+        hosts: The hosts.
+        name: Of the column.
+        command: Of each process; the rank follows it, then the number of workers.
+        env: What is special about their environment.
+        place: A number of this job's own, for its ports.
+    """
+    addresses = [f"{hosts.address(h)}:{5000 + 10 * place + h}" for h in range(2)]
+    secret = secrets.token_hex(32)
+    return driver.start(
+        name,
+        lambda rank: [*hosts.prefix(rank), sys.executable, *command, str(rank), "2"],
+        2,
+        lambda rank: {**quiet_env(), **cluster_env(addresses, rank, secret), **env},
+    )
