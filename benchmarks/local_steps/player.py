@@ -21,6 +21,7 @@ CORES = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {CORES[RANK % len(CORES)]})
 
 import keras
+import numpy as np
 
 import kerasdist
 
@@ -35,16 +36,58 @@ if "rank" in OPTIONS:
 if "ratio" in OPTIONS:
     OPTIONS["compression"] = kerasdist.TopK(OPTIONS.pop("ratio"))
 strategy = kerasdist.RingStrategy(**OPTIONS)
-x, y, x_test, y_test = digits_data()
+MODEL = os.environ["MODEL"]
+layers = keras.layers
+
+
+def generated(*shape: int) -> tuple[Any, Any, Any, Any]:
+    """1,024 rows to train on and 512 to test, of ten classes, as `digits_data`.
+
+    A row is noise and the pattern of its class.
+    """
+    random = np.random.default_rng(0)
+    patterns = random.normal(size=(10, *shape))
+    y = random.integers(0, 10, 1536)
+    x = (0.3 * patterns[y] + random.normal(size=(1536, *shape))).astype("float32")
+    return x[:1024], y[:1024], x[1024:], y[1024:]
+
+
+def resnet8() -> Any:
+    """He et al., 2016, with one block of each size: 16, 32 and 64 filters."""
+    given = keras.Input((16, 16, 3))
+    x = layers.Conv2D(16, 3, padding="same")(given)
+    for filters, strides in ((16, 1), (32, 2), (64, 2)):
+        before = layers.Conv2D(filters, 1, strides)(x)
+        x = layers.ReLU()(layers.BatchNormalization(synchronized=True)(x))
+        x = layers.Conv2D(filters, 3, strides, padding="same")(x)
+        x = layers.ReLU()(layers.BatchNormalization(synchronized=True)(x))
+        x = before + layers.Conv2D(filters, 3, padding="same")(x)
+    return keras.Model(given, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+def lstm() -> Any:
+    """256 units over 20 steps of 16 features."""
+    return keras.Sequential([keras.Input((20, 16)), layers.LSTM(256), layers.Dense(10)])
+
+
+def build(optimizer: Any) -> Any:
+    if MODEL == "digits":
+        return digits_model(keras, optimizer, metrics=["accuracy"])
+    model = {"resnet8": resnet8, "lstm": lstm}[MODEL]()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+DATA = {"resnet8": (16, 16, 3), "lstm": (20, 16)}
+x, y, x_test, y_test = digits_data() if MODEL == "digits" else generated(*DATA[MODEL])
 
 
 def answer(order: dict[str, Any]) -> Any:
     """Train with a seed; return the test losses and the seconds after each epoch."""
     keras.utils.set_random_seed(order["seed"])
     with strategy.scope():
-        model = digits_model(
-            keras, keras.optimizers.SGD(RATE, momentum=0.9), metrics=["accuracy"]
-        )
+        model = build(keras.optimizers.SGD(RATE, momentum=0.9))
     # Traces the step; what it learns is forgotten.
     weights = model.get_weights()
     model.fit(x[:128], y[:128], batch_size=64, verbose=0)

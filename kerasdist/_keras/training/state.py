@@ -73,8 +73,8 @@ def _statistics(trainer: Any) -> list[Any]:
     replicas, including those without rows.
     """
     shared: set[int] = set()
-    # Then a synchronized layer computes with a part of this replica's rows, or with those
-    # of this worker alone.
+    # Then a synchronized layer computes with a part of this replica's rows, or with
+    # those of this worker alone.
     strategy = trainer.distribute_strategy
     hooks = hooks_of(strategy)
     divided = facets_of(strategy).micro_batches > 1
