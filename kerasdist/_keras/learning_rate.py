@@ -268,7 +268,7 @@ def scaled(optimizer: Any, rate: Any) -> Any:
 
 
 def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
-    """Replace the setter of `BaseOptimizer.learning_rate`."""
+    """Replace the setter of a `learning_rate`: take it as it is read, multiplied."""
     scaling = scaling_of(optimizer)
     if scaling is not None and not current.base_rate and not callable(rate):
         rate = convert_to_numpy(rate)
