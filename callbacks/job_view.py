@@ -16,9 +16,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _keras, _tf, errors
+from kerasdist import _tf, errors
 from kerasdist._keras.learning_rate import leaves_of, steps_of
 from kerasdist._keras.protocols import ElasticHooks, hooks_of, stage_clock_of, timer_of
+from kerasdist._keras.training.state import whole_state
+from kerasdist._keras.training.train_step import new_train_function
 from kerasdist.callbacks.bottleneck import in_seconds
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.elastic.communicator import MembershipChange
@@ -424,7 +426,7 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
     without_peers = _one_worker if _has_workers(model) else on_one_device
     with without_peers(model):
         batches = iter(_distributed(model.distribute_strategy, data.repeat()))
-        function = _keras.new_train_function(model)
+        function = new_train_function(model)
         calls, seconds = -_WARM_UP, 0.0
         while calls < _MOST and seconds < SECONDS:
             begin = time.perf_counter()
@@ -448,7 +450,7 @@ def _one_worker(model: Any) -> Iterator[None]:
     strategy = model.distribute_strategy
     kept = [
         (part, part.numpy())
-        for variable in _keras.whole_state(model)
+        for variable in whole_state(model)
         for part in strategy.experimental_local_results(variable)
     ]
     try:

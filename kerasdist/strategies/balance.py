@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist._keras import ArrayData, KerasHooks
+from kerasdist._keras.data.arrays import ArrayData
+from kerasdist._keras.protocols import KerasHooks
 from kerasdist.strategies.data.batch_split import ArrayEpochs
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options

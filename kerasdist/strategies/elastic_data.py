@@ -17,13 +17,13 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import (
+from kerasdist._keras.data.arrays import (
     ArrayData,
     BatchIterator,
     CountedData,
     RepeatableIterator,
-    StepTimer,
 )
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import iterator_dataset
 from kerasdist.strategies.data.batch_split import (
     ArrayParts,

@@ -25,13 +25,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import (
-    ArrayData,
-    BatchIterable,
-    BatchIterator,
-    ItemData,
-    StepTimer,
-)
+from kerasdist._keras.data.arrays import ArrayData, BatchIterable, BatchIterator
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import StepTimer
 from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables

@@ -15,7 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, KerasHooks, LoopData, StepTimer
+from kerasdist._keras.data.arrays import ArrayData, LoopData
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import KerasHooks, StepTimer
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.parameter_server import ServerClient, enter
 from kerasdist.placement.plan import counted

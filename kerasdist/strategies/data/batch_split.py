@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist._keras import ArrayData, BatchIterator
+from kerasdist._keras.data.arrays import ArrayData, BatchIterator
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.reduce.workers import WHOLE, Cuts, ReplicaLayout, Workers
 

@@ -28,14 +28,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import (
-    ArrayData,
-    BatchIterable,
-    BatchIterator,
-    GeneratorFacts,
-    StepTimer,
-    close_at_end,
-)
+from kerasdist._keras.data.arrays import ArrayData, BatchIterable, BatchIterator
+from kerasdist._keras.data.pydataset import GeneratorFacts, close_at_end
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline, iterator_dataset
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import (

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import StepTimer
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.collectives.row_exchange import equal_part

@@ -33,7 +33,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist._keras import ItemData, StepTimer
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import StepTimer
 from kerasdist.strategies.data.batch_split import FetchedBatches, order_of_items
 from kerasdist.strategies.data.chief_data import ChiefFeed, own_rows_of
 from kerasdist.strategies.data.choice import REMEDIES, DataChoice

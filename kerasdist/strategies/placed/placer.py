@@ -11,8 +11,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist import _keras, _tf
-from kerasdist._keras import LayerFacts, called_layer
+from kerasdist import _tf
+from kerasdist._keras.context import is_timed
+from kerasdist._keras.placement.layers import (
+    LayerFacts,
+    called_layer,
+    device_of_variable,
+)
+from kerasdist._keras.placement.micro_batches import dividing
+from kerasdist._keras.placement.rematerialize import rematerializing
 from kerasdist._tf import gradient_placement, graph_clocks
 from kerasdist._tf.graph_clocks import parts_of_operations, ran_graphs
 from kerasdist.placement.patterns import Patterns
@@ -64,14 +71,14 @@ def in_micro_batches(
     graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else len(graph.get_operations())
     with (
-        _keras.dividing(micro_batches, _merge_slices) as marks,
-        _keras.rematerializing(rematerialize),
+        dividing(micro_batches, _merge_slices) as marks,
+        rematerializing(rematerialize),
     ):
         yield
     if graph is None:
         return
     graph_clocks.order_parts(graph, marks.found)
-    if clock is not None and _keras.is_timed():
+    if clock is not None and is_timed():
         clock.mark(graph, first, marks.found)
 
 
@@ -204,7 +211,7 @@ class Placer:
 
     def new_variable(self) -> str:
         """Return the device of the variable that this thread is creating."""
-        return _keras.device_of_variable() or self.stage or self.devices[0]
+        return device_of_variable() or self.stage or self.devices[0]
 
     def check(self, layers: Iterable[LayerFacts]) -> None:
         """See `LayerPlacer`."""

@@ -12,7 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, StepTimer, random_seed
+from kerasdist._keras.data.arrays import ArrayData, random_seed
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline, row_pipeline
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.collectives.row_exchange import equal_part
