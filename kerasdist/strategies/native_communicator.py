@@ -15,7 +15,6 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +27,6 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.communicator import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array, itemsize
-from kerasdist.strategies.local_sums import communication_hint
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
@@ -234,23 +232,6 @@ def connector(
         return NativeCommunicator(ring, supervisor, serve(ring))
 
     return build
-
-
-def group_options(key: int, size: int, device: str) -> dict[str, Any]:
-    """Return the arguments that all of TensorFlow's collective operations have.
-
-    Args:
-        key: The group's key.
-        size: Number of its devices.
-        device: One of its devices, which are all of one kind.
-    """
-    return {
-        "group_size": size,
-        "group_key": key,
-        "communication_hint": communication_hint(device),
-        # See `kerasdist.strategies.native_communicator`.
-        "timeout_seconds": 0,
-    }
 
 
 class NativeCommunicator(CheckedCommunicator):
