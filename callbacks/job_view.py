@@ -22,10 +22,10 @@ from kerasdist._keras.protocols import ElasticHooks, hooks_of, stage_clock_of, t
 from kerasdist._keras.training.state import whole_state
 from kerasdist._keras.training.train_step import new_train_function
 from kerasdist.callbacks.bottleneck import in_seconds
-from kerasdist.collectives import Communicator
+from kerasdist.collectives import Communicator, gather_json
 from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.strategies.data.batch_split import slice_dataset
-from kerasdist.strategies.measure.communication import StepTimes, gather
+from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.stages import StageClock, StageTimes
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
 from kerasdist.strategies.placed.one_device import on_one_device
@@ -371,7 +371,7 @@ def measure_alone(model: Any) -> Alone | str:
     """
     job = JobView(model)
     clock, communicator = job.clock, job.communicator
-    every = gather(communicator, clock.rows_per_step)
+    every = gather_json(communicator, clock.rows_per_step)
     # Asynchronous workers have whole batches each.
     rows = round(sum(every) if job.hooks is not None and job.in_step else every[0])
 

@@ -22,7 +22,7 @@ import tensorflow as tf
 from kerasdist import _tf, errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
-from kerasdist.collectives import Communicator
+from kerasdist.collectives import Communicator, gather_json
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.communicator import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
@@ -78,13 +78,11 @@ def serve(ring: Communicator) -> int:
     host = ring.peers[ring.rank].address.rpartition(":")[0]
     if Server.rank is None:
         _start_server(ring.rank, host)
-    text = f"{Server.rank} {Server.address} {','.join(Server.workers)}".encode()
-    heard = ring.all_gather(np.frombuffer(text, np.uint8))
-    said = [part.tobytes().decode().split(" ") for part in heard]
-    workers = tuple(address for _, address, _ in said)
-    moved = [str(r) for r, (was, _, _) in enumerate(said) if was != str(r)]
-    known = {before for _, _, before in said}
-    if moved or known not in ({""}, {",".join(workers)}):
+    given = gather_json(ring, [Server.rank, Server.address, Server.workers])
+    workers = tuple(address for _, address, _ in given)
+    moved = [str(r) for r, (was, _, _) in enumerate(given) if was != r]
+    known = {tuple(before) for _, _, before in given}
+    if moved or known not in ({()}, {workers}):
         # A last collective, so that no rank leaves before all have reached this point.
         # The first to leave ends the ring, but ranks interrupted by it know enough.
         with contextlib.suppress(errors.CollectiveError):

@@ -85,8 +85,7 @@ def check_vocabularies(trainer: Any, hooks: KerasHooks) -> None:
     }
     if not mine:
         return
-    texts = hooks.consensus.texts(json.dumps(mine))
-    every = {rank: json.loads(text) for rank, text in texts.items()}
+    every = hooks.consensus.facts(mine)
     first = every[min(every)]
     layers = sorted({n for each in every.values() for n in each if each != first})
     differing = [
