@@ -30,25 +30,11 @@ from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 # devices of the CPU             in host memory, where they are anyway
 
 _LOG = logging.getLogger("kerasdist")
-_CHOICES = ("auto", "device", "host")
 _NATIVE = (
     " transport='native' lets NCCL transfer them between GPUs; neither the job's "
     "secret nor TLS protects NCCL and TensorFlow's servers, which "
     "KERASDIST_ALLOW_OPEN_SERVERS=1 accepts."
 )
-
-
-def check_reduction(option: str) -> None:
-    """Check the argument `local_reduction`.
-
-    Raises:
-        ValueError: It's another one.
-    """
-    if option not in _CHOICES:
-        raise ValueError(
-            "`local_reduction` must be 'auto', 'device' or 'host'. Received: "
-            f"local_reduction={option!r}."
-        )
 
 
 def sums_on_devices(option: str, devices: Sequence[str]) -> bool:

@@ -26,29 +26,26 @@ from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.measure.stages import StageClock
+from kerasdist.strategies.options import check_positive
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
 from kerasdist.strategies.reduce.sparse_parts import merge_micro_batches
 
 # Micro-batches of a placed model: GPipe's schedule in TensorFlow's executor.
 
 
-def check_micro_batches(micro_batches: Any) -> int:
-    """Return the number of micro-batches.
+def check_micro_batches(micro_batches: Any) -> None:
+    """Check the number of micro-batches.
 
     Raises:
         ValueError: It isn't a positive integer.
     """
-    if (
-        not isinstance(micro_batches, int)
-        or isinstance(micro_batches, bool)
-        or micro_batches < 1
-    ):
-        raise ValueError(
-            "`micro_batches` must be a positive integer: into how many parts each "
-            f"batch is divided. Received: micro_batches={micro_batches!r}. Write 1 for "
-            "none, or 4 times the number of devices to keep them busy."
-        )
-    return micro_batches
+    check_positive(
+        "`micro_batches` must be a positive integer: into how many parts each batch is "
+        "divided",
+        "micro_batches",
+        micro_batches,
+        " Write 1 for none, or 4 times the number of devices to keep them busy.",
+    )
 
 
 @contextlib.contextmanager
