@@ -467,7 +467,7 @@ def _distributed(strategy: Any, data: Any) -> Any:
     if not isinstance(extended, SharingExtended):
         return strategy.experimental_distribute_dataset(data)
     if not extended.workers.is_alone:
-        data = slice_dataset(data, *extended.workers.layout)
+        data = slice_dataset(data, extended.workers.layout)
     return extended.distribute_parts(data)
 
 

@@ -232,9 +232,7 @@ class ElasticDataset(CountedData):
             else:
                 rows = count_rows(batch)
                 parts = [
-                    self._wrap(
-                        number, batch, part_of_batch(batch, rows, i, layout.total)
-                    )
+                    self._wrap(number, batch, part_of_batch(batch, rows, i, layout))
                     for i in range(layout.first, layout.first + layout.local)
                 ]
             return {"numbered": (number, batch), "parts": tuple(parts)}

@@ -40,6 +40,7 @@ from kerasdist.strategies.data.batch_split import (
 )
 from kerasdist.strategies.data.choice import checksum_of_batch
 from kerasdist.strategies.reduce.consensus import Consensus
+from kerasdist.strategies.reduce.workers import ReplicaLayout
 
 # Sources from which dynamic batches are read by their numbers.
 #
@@ -465,9 +466,9 @@ def _for_replicas(devices: Sequence[str], batch: Any) -> Any:
 
     if len(devices) == 1:
         return whole(batch, devices[0])
-    rows = count_rows(batch)
+    rows, layout = count_rows(batch), ReplicaLayout(0, len(devices), len(devices))
     parts = [
-        whole(part_of_batch(batch, rows, i, len(devices)), device)
+        whole(part_of_batch(batch, rows, i, layout), device)
         for i, device in enumerate(devices)
     ]
     return _tf.regroup(parts)
