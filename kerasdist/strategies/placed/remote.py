@@ -101,19 +101,9 @@ class RemoteDevices:
         ).start()
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        """See `StrategyJob`."""
-        return self.job.replicas
-
-    @property
     def communicator(self) -> Any:
         """See `StrategyJob`."""
         return self.job.communicator
-
-    @property
-    def announcements(self) -> None:
-        """See `StrategyJob`; the others don't run the script."""
-        return None
 
     def failure(self, error: BaseException) -> errors.CollectiveError | None:
         """Return the lost worker behind TensorFlow's error; None for another cause.
