@@ -16,14 +16,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _keras, _tf, errors
+from kerasdist import _tf, errors
 from kerasdist._keras.learning_rate import leaves_of, steps_of
 from kerasdist._keras.protocols import ElasticHooks, hooks_of, stage_clock_of, timer_of
+from kerasdist._keras.training.state import whole_state
+from kerasdist._keras.training.train_step import new_train_function
 from kerasdist.callbacks.bottleneck import in_seconds
-from kerasdist.collectives import Communicator
+from kerasdist.collectives import Communicator, gather_json
 from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.strategies.data.batch_split import slice_dataset
-from kerasdist.strategies.measure.communication import StepTimes, gather
+from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.stages import StageClock, StageTimes
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
 from kerasdist.strategies.placed.one_device import on_one_device
@@ -369,7 +371,7 @@ def measure_alone(model: Any) -> Alone | str:
     """
     job = JobView(model)
     clock, communicator = job.clock, job.communicator
-    every = gather(communicator, clock.rows_per_step)
+    every = gather_json(communicator, clock.rows_per_step)
     # Asynchronous workers have whole batches each.
     rows = round(sum(every) if job.hooks is not None and job.in_step else every[0])
 
@@ -424,7 +426,7 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
     without_peers = _one_worker if _has_workers(model) else on_one_device
     with without_peers(model):
         batches = iter(_distributed(model.distribute_strategy, data.repeat()))
-        function = _keras.new_train_function(model)
+        function = new_train_function(model)
         calls, seconds = -_WARM_UP, 0.0
         while calls < _MOST and seconds < SECONDS:
             begin = time.perf_counter()
@@ -448,7 +450,7 @@ def _one_worker(model: Any) -> Iterator[None]:
     strategy = model.distribute_strategy
     kept = [
         (part, part.numpy())
-        for variable in _keras.whole_state(model)
+        for variable in whole_state(model)
         for part in strategy.experimental_local_results(variable)
     ]
     try:
@@ -465,7 +467,7 @@ def _distributed(strategy: Any, data: Any) -> Any:
     if not isinstance(extended, SharingExtended):
         return strategy.experimental_distribute_dataset(data)
     if not extended.workers.is_alone:
-        data = slice_dataset(data, *extended.workers.layout)
+        data = slice_dataset(data, extended.workers.layout)
     return extended.distribute_parts(data)
 
 

@@ -32,7 +32,8 @@ from kerasdist.callbacks import bottleneck, summaries
 from kerasdist.callbacks.bottleneck import Verdict, judge
 from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows
 from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
-from kerasdist.strategies.measure.communication import StepTimes, gather, link_speed
+from kerasdist.collectives import gather_json
+from kerasdist.strategies.measure.communication import StepTimes, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport import log
 
@@ -354,7 +355,7 @@ class ScalingTensorBoard(JobCallback):
     def _open(self) -> None:
         """Make the file, on the chief; all workers call it, and fail if that does."""
         fault = self._make_file() if self._job.is_chief else ""
-        faults = "".join(gather(self._job.communicator, fault))
+        faults = "".join(gather_json(self._job.communicator, fault))
         if faults:
             raise ValueError(
                 "`log_dir` must be a folder that the chief can write to. Received: "
@@ -394,7 +395,7 @@ class ScalingTensorBoard(JobCallback):
         self._choose_sample()
         times, lags = vars(self._job.clock.take()), self._job.take_reads()
         mine = _Row(times, self._windows.state(), [*lags.items()])
-        rows = [_Row(*each) for each in gather(self._job.communicator, mine)]
+        rows = [_Row(*each) for each in gather_json(self._job.communicator, mine)]
         every = [StepTimes(**row.times) for row in rows]
         self._windows.begin(every[0], rows[0].window)
         if not self._job.is_chief:

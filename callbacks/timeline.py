@@ -12,7 +12,8 @@ from typing import Any
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.callbacks.job_view import JobView
 from kerasdist.callbacks.trace_file import Execution, Record, trace, xspace
-from kerasdist.strategies.measure.communication import Span, SpanList, gather
+from kerasdist.collectives import gather_json
+from kerasdist.strategies.measure.communication import Span, SpanList
 from kerasdist.strategies.measure.stages import Offset, StageClock, clock_offset
 from kerasdist.strategies.sync.extended import DataParallelStrategy
 from kerasdist.transport import log
@@ -267,7 +268,7 @@ class Timeline(JobCallback):
             record.rank = communicator.rank
             if not record.offsets:
                 record.offsets.append(Offset(now(), 0, 0))
-            every = gather(communicator, vars(record))
+            every = gather_json(communicator, vars(record), compressed=True)
             if not self._job.is_chief:
                 return
             records = [Record.from_json(each) for each in every]

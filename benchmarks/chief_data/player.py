@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from kerasdist._keras import ArrayData
+from kerasdist._keras.data.arrays import ArrayData
 
 ROWS, WIDTH, BATCH = 40_000, 784, 256
 chance = np.random.default_rng(0)

@@ -6,13 +6,14 @@
     all others  those hooks, each module for one concern, and the inspection of models
 
 `install` puts the hooks of the table into Keras. Each does what Keras does, unless the
-strategy in use has `KerasHooks`, or a `LayerPlacer`. Other packages use the names of
-`__all__`.
+strategy in use has `KerasHooks`, or a `LayerPlacer`. Other packages import the others
+from their modules.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 
 import keras
@@ -43,77 +44,8 @@ def _explaining() -> Iterator[None]:
 
 
 with _explaining():
-    from kerasdist._keras.context import gradients_are_reduced, is_timed
-    from kerasdist._keras.data.arrays import (
-        ArrayData,
-        BatchIterable,
-        BatchIterator,
-        CountedData,
-        LoopData,
-        RepeatableIterator,
-        random_seed,
-    )
-    from kerasdist._keras.data.pydataset import GeneratorFacts, ItemData, close_at_end
-    from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
-    from kerasdist._keras.learning_rate import own_steps
-    from kerasdist._keras.placement.layers import (
-        LayerFacts,
-        LayerPlacer,
-        called_layer,
-        device_of_variable,
-        placer_of,
-    )
-    from kerasdist._keras.placement.micro_batches import dividing
-    from kerasdist._keras.placement.rematerialize import rematerializing
-    from kerasdist._keras.protocols import (
-        GradientHooks,
-        KerasHooks,
-        StateHooks,
-        StepTimer,
-    )
-    from kerasdist._keras.tracebacks import OnceLogger
-    from kerasdist._keras.training.state import copied_to, whole_state
-    from kerasdist._keras.training.train_step import new_train_function
-    from kerasdist._keras.unscoped_models import begin_use, end_use, local_training
-
-__all__ = [
-    "ArrayData",
-    "BatchIterable",
-    "BatchIterator",
-    "CountedData",
-    "GeneratorFacts",
-    "GradientHooks",
-    "ItemData",
-    "KerasHooks",
-    "LayerFacts",
-    "LayerPlacer",
-    "LoopData",
-    "OnceLogger",
-    "RepeatableIterator",
-    "StateHooks",
-    "StepTimer",
-    "begin_use",
-    "called_layer",
-    "check",
-    "close_at_end",
-    "copied_to",
-    "device_of_variable",
-    "distribution_owner",
-    "dividing",
-    "end_use",
-    "gradients_are_reduced",
-    "install",
-    "is_timed",
-    "local_training",
-    "new_train_function",
-    "own_steps",
-    "placer_of",
-    "random_seed",
-    "rematerializing",
-    "set_distribution_owner",
-    "uninstall",
-    "whole_state",
-]
+    for _row in patches.TABLE:
+        importlib.import_module(f"{__name__}.{_row.hook.rpartition('.')[0]}")
 
 
 def check() -> None:

@@ -316,7 +316,7 @@ class Backup:
 
 
 def write_backup(original: Callable[..., Any], self: Any) -> None:
-    """Replace `BackupAndRestore._save_model`, on the chief: add the progress."""
+    """Replace `BackupAndRestore._save_model`, on the chief: add training's progress."""
     original(self)
     progress = _progress(self)
     if progress is None:
@@ -411,7 +411,7 @@ def _is_chief(hooks: KerasHooks) -> bool:
 def save_state(
     original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace a method as `on_chief_only` does, for a callback that also saves metrics.
+    """Replace a callback's saving: the chief writes, with metrics of all workers.
 
     Each worker's variables hold its part of them: all workers take part in their sum.
     """
@@ -424,7 +424,7 @@ def save_state(
 
 
 def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace what saves a model or an archive: the others wait for the chief."""
+    """Replace what saves a model or an archive: the chief writes, the others wait."""
     hooks = writer_hooks(saved)
     if hooks is None or current.writing:
         return original(saved, *args, **kwargs)
@@ -514,7 +514,7 @@ def _distributed_in(saved: Any) -> list[Any]:
 def finish_background(
     original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace the wait for files that are written in the background."""
+    """Replace the wait for writing in the background: the others wait for the chief."""
     model = callback.model
     hooks = None if model is None else writer_hooks(model)
     if hooks is None:
@@ -529,13 +529,13 @@ def finish_background(
 
 
 def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function that may be called on one rank alone outside of the scope."""
+    """Replace what one rank alone may call: run it outside of the scope."""
     with _leaving(current_hooks()):
         return original(*args, **kwargs)
 
 
 def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replace what loads a file: explain why it is missing.
+    """Replace what loads a file: explain why one that was saved is missing.
 
     Raises:
         ValueError: This rank has saved it, and can't see the file that the chief has

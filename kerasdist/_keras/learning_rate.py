@@ -253,6 +253,17 @@ def schedule_of(optimizer: Any) -> Any | None:
     return None if isinstance(rate, backend.Variable) else rate
 
 
+def settable(trainer: Any) -> list[Any]:
+    """Return the optimizers whose rate is a number, which callbacks may set."""
+    return [each for each in leaves_of(trainer) if schedule_of(each) is None]
+
+
+def factor_of(optimizer: Any) -> list[float] | None:
+    """Return the arguments of `Scaling.set` that describe an optimizer's scaling."""
+    scaling = scaling_of(optimizer)
+    return None if scaling is None else [scaling.target, scaling.steps, scaling.shift]
+
+
 def scaled(optimizer: Any, rate: Any) -> Any:
     """Return the rate that is read from an optimizer whose base rate is `rate`."""
     scaling = scaling_of(optimizer)
@@ -268,7 +279,7 @@ def scaled(optimizer: Any, rate: Any) -> Any:
 
 
 def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
-    """Replace the setter of `BaseOptimizer.learning_rate`."""
+    """Replace the setter of a `learning_rate`: take it as it is read, multiplied."""
     scaling = scaling_of(optimizer)
     if scaling is not None and not current.base_rate and not callable(rate):
         rate = convert_to_numpy(rate)

@@ -11,7 +11,6 @@ far. Earlier calls of `fit` are run again, with the seed of the preempted job.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -362,11 +361,8 @@ class Resumption:
                 answer = ["", facts]
             except SnapshotError as error:
                 answer = [str(error), None]
-        texts = hooks.consensus.texts(json.dumps(answer) if answer else "")
-        given: list[Any] = next(
-            (json.loads(text) for text in texts.values() if text), ["", None]
-        )
-        fault, found = given
+        given: list[Any] = [*hooks.consensus.facts(answer).values(), ["", None]]
+        fault, found = next(filter(None, given))
         if fault:
             raise SnapshotError(fault)
         if found is None:

@@ -1,113 +1,557 @@
 """The TensorFlow seam: the only package that imports `tensorflow.python`.
 
 It holds all that kerasdist needs of TensorFlow beyond its public API, so that a new
-TensorFlow is checked by reading one package. `kerasdist._tested` has the versions.
+TensorFlow is checked by reading one package. `kerasdist._tested` has the versions. This
+module has the parts of `tf.distribute` that strategies need.
 """
 
 from __future__ import annotations
 
-from kerasdist._tf.compiled_step import (
-    compiled_in_parts,
-    in_parts,
-    in_xla,
-    outside_of_xla,
-)
-from kerasdist._tf.distribute import (
-    DistributedIterable,
-    DistributedIterator,
-    DistributedValues,
-    MirroredExtended,
-    OptionalBatch,
-    PartsDataset,
-    ReduceOp,
-    abort_collectives,
-    as_operation,
-    auto_shard,
-    broadcast_to_devices,
-    call_replica,
-    canonical_device,
-    copy_here,
-    device_memory,
-    devices_of,
-    distribute_from_function,
-    executing_eagerly,
-    host_of,
-    in_use,
-    initial_tensor,
-    input_context,
-    input_fn_iterator,
-    is_mirrored,
-    is_recording,
-    local_replica_id,
-    local_results,
-    mirrored,
-    not_converted,
-    own_variable,
-    rebatch_each,
-    reduce_undistributed,
-    regroup,
-    same_for_all,
-    seeding,
-    select_replica,
-    serve_collectives,
-    set_global_seed_if_none,
-    static_batch_size,
-    stop_recording,
-    tensor_or_slices,
-    variable_of_any_shape,
-    variable_without_value,
-    weighted,
-)
-from kerasdist._tf.tensor_origins import function_graph
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = [
-    "DistributedIterable",
-    "DistributedIterator",
-    "DistributedValues",
-    "MirroredExtended",
-    "OptionalBatch",
-    "PartsDataset",
-    "ReduceOp",
-    "abort_collectives",
-    "as_operation",
-    "auto_shard",
-    "broadcast_to_devices",
-    "call_replica",
-    "canonical_device",
-    "compiled_in_parts",
-    "copy_here",
-    "device_memory",
-    "devices_of",
-    "distribute_from_function",
-    "executing_eagerly",
-    "function_graph",
-    "host_of",
-    "in_parts",
-    "in_use",
-    "in_xla",
-    "initial_tensor",
-    "input_context",
-    "input_fn_iterator",
-    "is_mirrored",
-    "is_recording",
-    "local_replica_id",
-    "local_results",
-    "mirrored",
-    "not_converted",
-    "outside_of_xla",
-    "own_variable",
-    "rebatch_each",
-    "reduce_undistributed",
-    "regroup",
-    "same_for_all",
-    "seeding",
-    "select_replica",
-    "serve_collectives",
-    "set_global_seed_if_none",
-    "static_batch_size",
-    "stop_recording",
-    "tensor_or_slices",
-    "variable_of_any_shape",
-    "variable_without_value",
-    "weighted",
-]
+import tensorflow as tf
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.client import device_lib
+from tensorflow.python.data.experimental.ops import distribute as distribute_data
+from tensorflow.python.distribute import (
+    cross_device_ops,
+    device_util,
+    distribute_lib,
+    distribute_utils,
+    input_util,
+    mirrored_strategy,
+    reduce_util,
+    values,
+)
+from tensorflow.python.distribute.v1 import input_lib as input_lib_v1
+from tensorflow.python.eager import context, def_function, record
+from tensorflow.python.framework import composite_tensor
+from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.trackable import base as trackable
+from tensorflow.python.types import distribute as distribute_types
+
+from kerasdist._tf.compiled_step import compiled_in_parts as compiled_in_parts
+from kerasdist._tf.compiled_step import in_parts as in_parts
+from kerasdist._tf.compiled_step import in_xla as in_xla
+from kerasdist._tf.compiled_step import outside_of_xla as outside_of_xla
+from kerasdist._tf.tensor_origins import function_graph as function_graph
+
+# The eager context: devices, variables, seeds and collectives of this process.
+
+
+def executing_eagerly() -> bool:
+    """Return whether operations run at once instead of being put into a graph."""
+    return bool(context.executing_eagerly())
+
+
+def is_recording() -> bool:
+    """Return whether a `tf.GradientTape` may be recording operations."""
+    return bool(record.could_possibly_record())
+
+
+def stop_recording() -> Any:
+    """Pause all `tf.GradientTape`s for a `with` block."""
+    return record.stop_recording()
+
+
+def in_use() -> bool:
+    """Return whether this process's TensorFlow has set up its devices."""
+    return bool(context.context()._initialized)
+
+
+def canonical_device(device: str) -> str:
+    """Return the full name of a device of this process.
+
+    Raises:
+        ValueError: The name can't be parsed.
+    """
+    return str(device_util.canonicalize(device))
+
+
+def host_of(device: str) -> str:
+    """Return the name of the CPU device of the task that a device belongs to."""
+    return str(device_util.canonicalize("/device:CPU:0", device))
+
+
+def device_memory() -> dict[str, int]:
+    """Return how many bytes TensorFlow may allocate on each device.
+
+    Sets up TensorFlow's devices, if they aren't yet. CPUs are left out: the limit that
+    TensorFlow reports for them is wrong.
+
+    Returns:
+        From a device's short name, such as "GPU:0", to bytes.
+    """
+    context.context().ensure_initialized()
+    return {
+        device.name.removeprefix("/device:"): int(device.memory_limit)
+        for device in device_lib.list_local_devices()
+        if device.device_type != "CPU"
+    }
+
+
+def own_variable(
+    value: Any, dtype: Any, device: str = "", *, trainable: bool = False
+) -> Any:
+    """Create a variable of this process alone, also within a strategy's scope.
+
+    Args:
+        value: Its initial value.
+        dtype: Its dtype.
+        device: Where it is; by default in host memory.
+        trainable: As of `tf.Variable`.
+    """
+    with tf.init_scope(), tf.device(device or host_of("/device:CPU:0")):
+        return resource_variable_ops.ResourceVariable(
+            value, dtype=dtype, trainable=trainable
+        )
+
+
+def variable_of_any_shape(dtype: Any, device: str) -> Any:
+    """Create an empty variable of this process alone, for tensors of any shape.
+
+    Args:
+        dtype: Its dtype.
+        device: Where it is.
+    """
+    with tf.init_scope(), tf.device(device):
+        return resource_variable_ops.ResourceVariable(
+            tf.zeros([0], dtype),
+            dtype=dtype,
+            trainable=False,
+            shape=tf.TensorShape(None),
+            validate_shape=False,
+        )
+
+
+class _WithoutValue(resource_variable_ops.UninitializedVariable):
+    """A variable that has a shape and a dtype, but never a value."""
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    assign_add = assign_sub = assign
+
+
+def variable_without_value(shape: Any, dtype: Any, trainable: bool, name: str) -> Any:
+    """Create a variable without memory: values that are assigned to it are lost."""
+    return _WithoutValue(shape=shape, dtype=dtype, trainable=trainable, name=name)
+
+
+def as_operation(value: Any) -> Any:
+    """Return an eager tensor as an operation of the current graph, without an input.
+
+    A graph captures a large tensor as an input, and initial values of variables must
+    not depend on inputs, or on operations before: they are lifted out of the function
+    that creates them.
+    """
+    tensor = tf.numpy_function(value.numpy, [], value.dtype, stateful=False)
+    tensor.set_shape(value.shape)
+    return tensor
+
+
+def weighted(tensor: Any, weight: Any) -> Any:
+    """Multiply a tensor by a scalar, of any dtype; 0 gives zeros, also of NaN."""
+    product = tensor * tf.cast(weight, tensor.dtype)
+    return tf.where(weight > 0, product, tf.zeros_like(product))
+
+
+def set_global_seed_if_none(draw: Callable[[], int]) -> None:
+    """Set TensorFlow's global seed to `draw()`, unless the script has set one."""
+    if context.global_seed() is None:
+        tf.random.set_seed(draw())
+
+
+def seeding() -> object:
+    """Return an object that each `tf.random.set_seed` replaces; None before the first.
+
+    A call with the same seed replaces it, too.
+    """
+    return getattr(context.context(), "_rng", None)
+
+
+def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
+    """Start this process's gRPC server for collectives, or add workers to it.
+
+    Devices are then called `/job:worker/replica:0/task:<rank>/device:...`. The server
+    can't be stopped: it runs until the process ends. It listens on all of the
+    machine's addresses, whichever is given for it.
+
+    Args:
+        rank: This worker's rank: always the same in one process.
+        addresses: `"host:port"` of workers by rank, including this one's.
+
+    Raises:
+        tf.errors.OpError: The port is in use. Nothing has changed.
+    """
+    ctx = context.context()
+    ctx.ensure_initialized()
+    # With the devices, threads and memory limits that the user has configured.
+    config = copy.deepcopy(ctx.config)
+    config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    del config.device_filters[:]
+    config.device_filters.append(f"/job:worker/task:{rank}")
+    server = tensorflow_server_pb2.ServerDef(
+        default_session_config=config,
+        job_name="worker",
+        task_index=rank,
+        protocol="grpc",
+    )
+    job = server.cluster.job.add()
+    job.name = "worker"
+    for task, address in addresses.items():
+        job.tasks[task] = address
+    # As `context.enable_collective_ops` does, which warns every time.
+    pywrap_tfe.TFE_EnableCollectiveOps(ctx._handle, server.SerializeToString())
+    ctx._collective_ops_server_def = server
+    ctx._initialize_logical_devices()
+    ctx._clear_caches()
+
+
+def abort_collectives(message: str) -> None:
+    """Fail all of this process's pending and later collectives; can't be undone."""
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
+MirroredExtended = mirrored_strategy.MirroredExtended
+ReduceOp = reduce_util.ReduceOp
+DistributedValues = values.DistributedValues
+# `for` statements in a `tf.function` call `reduce` of the one, and
+# `get_next_as_optional` of the other.
+DistributedIterable = distribute_types.Iterable
+DistributedIterator = distribute_types.Iterator
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionalBatch:
+    """A batch of a `for` statement in a `tf.function`, if there is another one.
+
+    Attributes:
+        present: Whether there is one; a boolean tensor.
+        batch: The batch; of any values if there is none.
+    """
+
+    present: Any
+    batch: Any
+
+    def has_value(self) -> Any:
+        """Return `present`."""
+        return self.present
+
+    def get_value(self) -> Any:
+        """Return `batch`."""
+        return self.batch
+
+
+class _SameForAll(tf.types.experimental.TraceType):
+    """The type of arguments in whose place a `tf.function` is traced with one value.
+
+    Args:
+        value: The value.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def is_subtype_of(self, other: Any) -> bool:
+        """See `TraceType`."""
+        return bool(self == other)
+
+    def most_specific_common_supertype(self, others: Any) -> _SameForAll | None:
+        """See `TraceType`."""
+        return self if all(self == other for other in others) else None
+
+    def placeholder_value(self, placeholder_context: Any) -> Any:
+        """See `TraceType`."""
+        del placeholder_context
+        return self._value
+
+    def cast(self, value: Any, cast_context: Any) -> Any:
+        """See `TraceType`."""
+        del value, cast_context
+        return self._value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameForAll) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def same_for_all(value: Any) -> Any:
+    """Return the tracing type of arguments for which `value` is traced."""
+    return _SameForAll(value)
+
+
+def not_converted(function: Any) -> Any:
+    """Return a function that AutoGraph calls as it is; its arguments may be converted.
+
+    `do_not_convert` would leave a user's functions in the arguments as they are, too.
+    """
+    return autograph.autograph_artifact(function)
+
+
+def is_mirrored(value: Any) -> bool:
+    """Return whether a value is the same on all replicas by construction."""
+    return bool(distribute_utils.is_mirrored(value))
+
+
+def mirrored(local: list[Any]) -> Any:
+    """Wrap the same value on each local replica's device as one value."""
+    return distribute_utils.regroup(tuple(local), wrap_class=values.Mirrored)
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """Return a value's parts, or a variable's copies, on this worker."""
+    return tuple(value._values) if isinstance(value, DistributedValues) else (value,)
+
+
+def copy_here(variable: Any) -> Any:
+    """Return the copy of a variable that belongs to the current replica."""
+    copies = local_results(variable)
+    return copies[local_replica_id() if len(copies) > 1 else 0]
+
+
+def tensor_or_slices(value: Any) -> Any:
+    """Return a value as a tensor; IndexedSlices as they are."""
+    return value if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+
+
+def regroup(local: list[Any]) -> Any:
+    """Wrap one value per local replica as one per-replica value."""
+    return distribute_utils.regroup(tuple(local), always_wrap=True)
+
+
+def select_replica(index: int, nest: Any) -> Any:
+    """Return a local replica's part of a nest of per-replica values.
+
+    Args:
+        index: The replica's index among this worker's.
+        nest: The values.
+    """
+    return distribute_utils.select_replica(index, nest)
+
+
+def devices_of(destinations: Any) -> tuple[str, ...]:
+    """Return the devices that the `destinations` of a reduction stand for."""
+    if isinstance(destinations, tuple):
+        return destinations
+    return tuple(cross_device_ops.get_devices_from(destinations))
+
+
+def broadcast_to_devices(tensor: Any, devices: tuple[str, ...]) -> Any:
+    """Put one tensor on each device, as one mirrored value (or the tensor alone)."""
+    copies = []
+    for device in devices:
+        with tf.device(device):
+            copies.append(tf.identity(tensor))
+    return mirrored(copies)
+
+
+def reduce_undistributed(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
+    """Reduce a value that isn't per replica, by TensorFlow's own rule."""
+    return cross_device_ops.reduce_non_distributed_value(
+        op, value, destinations, replicas
+    )
+
+
+def initial_tensor(value: Any, dtype: Any) -> Any:
+    """Return the tensor that a variable's `initial_value` argument stands for."""
+    if callable(value):
+        value = value()
+    if isinstance(value, trackable.CheckpointInitialValue):
+        value = value.wrapped_value
+    return tf.convert_to_tensor(value, dtype=dtype)
+
+
+def input_context(pipelines: int, index: int, replicas: int) -> Any:
+    """Return the context that a dataset function is called with."""
+    return distribute_lib.InputContext(
+        num_input_pipelines=pipelines,
+        input_pipeline_id=index,
+        num_replicas_in_sync=replicas,
+    )
+
+
+def distribute_from_function(
+    function: Any, workers: Any, where: Any, strategy: Any, options: Any = None
+) -> Any:
+    """Return a distributed dataset whose elements go to the local replicas in turn."""
+    return input_util.get_distributed_datasets_from_function(
+        function, workers, [where], strategy, options=options
+    )
+
+
+class PartsDataset:
+    """A dataset whose elements are parts: one for each local replica in turn.
+
+    TensorFlow's own distributed dataset fetches to devices in the background. For that
+    it makes a dataset and traces functions for each device and each iterator, which
+    takes longer than an epoch of small steps; devices that share the host's memory
+    need nothing of it.
+
+    Args:
+        dataset: The dataset; it ends after a part for the last replica.
+        devices: The local replicas' devices, all in host memory.
+        host: The device where it is read.
+    """
+
+    def __init__(self, dataset: Any, devices: tuple[str, ...], host: str) -> None:
+        self._dataset = dataset
+        self._devices = devices
+        self._host = host
+
+    def __iter__(self) -> PartsIterator:
+        with tf.device(self._host):
+            return PartsIterator(iter(self._dataset), len(self._devices))
+
+    @property
+    def element_spec(self) -> Any:
+        """The specification of the elements: each replica's is that of the parts."""
+        return _per_replica_spec(self._dataset.element_spec, len(self._devices))
+
+
+class PartsIterator(
+    tf.distribute.DistributedIterator,
+    composite_tensor.CompositeTensor,
+):
+    """The iterator of a `PartsDataset`. Functions take it as an argument.
+
+    Args:
+        iterator: An iterator over parts.
+        replicas: How many follow each other.
+    """
+
+    def __init__(self, iterator: Any, replicas: int) -> None:
+        self.parts = iterator
+        self.replicas = replicas
+
+    def __iter__(self) -> PartsIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError:
+            raise StopIteration from None
+
+    def get_next(self) -> Any:
+        """Return the next batch, with a part for each replica."""
+        return regroup([self.parts.get_next() for _ in range(self.replicas)])
+
+    def get_next_as_optional(self) -> Any:
+        """Return the next batch, or the fact that there is none, as an `Optional`."""
+        parts = [self.parts.get_next_as_optional() for _ in range(self.replicas)]
+        return tf.cond(
+            parts[-1].has_value(),
+            lambda: tf.experimental.Optional.from_value(
+                regroup([part.get_value() for part in parts])
+            ),
+            lambda: tf.experimental.Optional.empty(self.element_spec),
+        )
+
+    @property
+    def element_spec(self) -> Any:
+        """See `PartsDataset`."""
+        return _per_replica_spec(self.parts.element_spec, self.replicas)
+
+    @property
+    def _type_spec(self) -> Any:
+        return _PartsIteratorSpec(self.parts.element_spec, self.replicas)
+
+
+class _PartsIteratorSpec(tf.TypeSpec):
+    def __init__(self, part: Any, replicas: int) -> None:
+        self._part = part
+        self._replicas = replicas
+
+    @property
+    def value_type(self) -> Any:
+        return PartsIterator
+
+    @property
+    def _component_specs(self) -> Any:
+        return tf.data.IteratorSpec(self._part)
+
+    def _to_components(self, value: Any) -> Any:
+        return value.parts
+
+    def _from_components(self, components: Any) -> Any:
+        return PartsIterator(components, self._replicas)
+
+    def _serialize(self) -> Any:
+        return (self._part, self._replicas)
+
+
+def _per_replica_spec(part: Any, replicas: int) -> Any:
+    if replicas == 1:
+        return part
+    return tf.nest.map_structure(
+        lambda spec: values.PerReplicaSpec(*[spec] * replicas), part
+    )
+
+
+def input_fn_iterator(function: Any, workers: Any, where: Any, strategy: Any) -> Any:
+    """Return a TensorFlow 1 iterator: elements go to the local replicas in turn."""
+    return input_lib_v1.InputFunctionIterator(function, workers, [where], strategy)
+
+
+def static_batch_size(dataset: Any) -> int | None:
+    """Return the batch size that a dataset was batched with; None if not known.
+
+    The dataset isn't read. Its last batch may be smaller.
+    """
+    size = int(distribute_data.compute_batch_size(dataset))
+    return None if size < 0 else size
+
+
+def rebatch_each(dataset: Any, parts: int) -> Any:
+    """Return a dataset with each batch cut into parts, which may be empty."""
+    return distribute_data._LegacyRebatchDataset(dataset, parts)
+
+
+def auto_shard(dataset: Any, workers: int, index: int, replicas: int) -> Any:
+    """Return a worker's shard of a dataset, by the policy in the dataset's options.
+
+    Raises:
+        tf.errors.NotFoundError: The policy is FILE, and the dataset reads no files.
+    """
+    return distribute_data._AutoShardDataset(dataset, workers, index, replicas)
+
+
+def call_replica(
+    strategy: Any, replica: int, fn: Any, args: Any, kwargs: Any, device: str | None
+) -> Any:
+    """Run `fn` as the only local replica.
+
+    It runs in the calling thread, and may call `merge_call` anywhere.
+
+    Args:
+        strategy: The strategy.
+        replica: The replica's number over all workers.
+        fn: The function.
+        args: Its arguments; per-replica values are unwrapped.
+        kwargs: Its keyword arguments, likewise.
+        device: Where its operations are placed; None leaves that to TensorFlow.
+    """
+    if not executing_eagerly() and not isinstance(fn, def_function.Function):
+        fn = autograph.tf_convert(fn, autograph_ctx.control_status_ctx())
+    place = contextlib.nullcontext() if device is None else tf.device(device)
+    with place, distribute_lib.ReplicaContext(strategy, replica):
+        return fn(
+            *distribute_utils.select_replica(0, args),
+            **distribute_utils.select_replica(0, kwargs),
+        )
+
+
+def local_replica_id() -> int:
+    """Return the index of the current replica among this worker's; 0 outside of one."""
+    replica = tf.distribute.get_replica_context()
+    return 0 if replica is None else int(replica._replica_id)

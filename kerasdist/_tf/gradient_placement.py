@@ -156,7 +156,10 @@ def device_of(tensors: Any) -> str:
 def record_device(
     original: Callable[..., Any], op_name: str, inputs: Any, attrs: Any, outputs: Any
 ) -> None:
-    """Replace `execute.record_gradient`: 1. in the module's docstring."""
+    """Replace `record_gradient`: record an operation's device for its gradient.
+
+    See 1. above.
+    """
     device = ""
     if not context.executing_eagerly() and _is_placing():
         device = device_of(outputs)
@@ -178,7 +181,10 @@ def differentiate_on_device(
     skipped: Any,
     scope: str | None,
 ) -> Any:
-    """Replace `backprop._gradient_function`: 2. in the module's docstring."""
+    """Replace `_gradient_function`: compute on the operation's device.
+
+    See 2. above.
+    """
     device = ""
     if scope and _SEPARATOR in scope:
         scope, _, device = scope.partition(_SEPARATOR)
@@ -200,7 +206,10 @@ def call_on_device(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replace `record.record_operation` and the like: 3. in the module's docstring."""
+    """Replace `record_operation` and the like: a function's gradient is on its device.
+
+    See 3. above.
+    """
     device = device_of(output_tensors) if _is_placing() else ""
     function = backward_function
     if device:
@@ -214,7 +223,10 @@ def call_on_device(
 
 
 def add_on_device(original: Callable[..., Any], gradients: Any) -> Any:
-    """Replace `backprop._aggregate_grads`: 4. in the module's docstring."""
+    """Replace `_aggregate_grads`: add gradients where the first of them is.
+
+    See 4. above.
+    """
     if len(gradients) < 2 or not _is_placing():
         return original(gradients)
     with on_device(device_of(gradients)):

@@ -9,7 +9,16 @@ the last one is the outermost. In a target
 
 `...` stands for parameters that the hook passes on unchanged, `Class.name=(self, x)`
 is the setter of a property, and `{a,b.c}` in a path are alternatives for different
-versions: the first one that exists counts.
+versions: the first one that exists counts. A table is text, with `$NAME` for what
+`parse_table` is given under that name:
+
+    feature
+        # A comment.
+        module.hook
+            $PACKAGE.Class.name(self, x, ...)
+            $PACKAGE.Class.other(self, x, ...)
+        + module.hook_that_is_added
+            $PACKAGE.module.name
 """
 
 from __future__ import annotations
@@ -18,10 +27,11 @@ import functools
 import importlib
 import inspect
 import re
+import string
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kerasdist.errors import KerasDistError
@@ -37,7 +47,6 @@ class Patch:
         hook: Its name, `"module.function"` in the package of the table. It is called as
             `hook(original, *args, **kwargs)`.
         feature: The feature that needs it: rows of one feature are installed together.
-        does: What it does, for the documentation.
         targets: The functions; see the module's docstring.
         adds: Whether the hook is added as a function that is missing so far. Where the
             function exists, it is left alone.
@@ -45,9 +54,27 @@ class Patch:
 
     hook: str
     feature: str
-    does: str
     targets: tuple[str, ...]
     adds: bool = False
+
+
+def parse_table(text: str, **names: str) -> tuple[Patch, ...]:
+    """Return the rows of a table's text, see above; `names` are those after a "$"."""
+    rows: list[Patch] = []
+    feature = ""
+    for line in string.Template(text).substitute(names).splitlines():
+        written = " ".join(line.split())
+        depth = len(line) - len(line.lstrip())
+        if not written or written.startswith("#"):
+            continue
+        if depth == 0:
+            feature = written
+        elif depth == 4:
+            hook, adds = written.removeprefix("+ "), written.startswith("+ ")
+            rows.append(Patch(hook=hook, feature=feature, targets=(), adds=adds))
+        else:
+            rows[-1] = replace(rows[-1], targets=(*rows[-1].targets, written))
+    return tuple(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,7 +122,7 @@ def add_function(original: Callable[..., Any], context: Any, c_func: Any) -> Non
 
 
 def remove_function(original: Callable[..., Any], context: Any, name: Any) -> None:
-    """Replace `Context.remove_function`, as `add_function` does; none after a loss.
+    """Replace `Context.remove_function`: likewise, and after a loss remove none.
 
     Python also deletes functions at the end of the process, with no thread left that
     could end the wait for a lost worker.

@@ -165,7 +165,7 @@ def outside_of_scopes() -> Iterator[None]:
 
 
 def keep_graph(original: Callable[..., Any], graphs: Any) -> None:
-    """Replace `tf.compat.v1.reset_default_graph`, which `clear_session` calls.
+    """Replace `reset_default_graph`: `clear_session` doesn't end the scope around it.
 
     The default graph holds the stack of scopes that a thread is in. With a new graph
     models would silently be created outside of them, and leaving the scope would raise
@@ -183,7 +183,7 @@ def keep_graph(original: Callable[..., Any], graphs: Any) -> None:
 def call(
     original: Callable[..., Any], function: Any, args: Any, captured: Sequence[Any]
 ) -> Any:
-    """Replace the call of a loaded function.
+    """Replace the call of a loaded function: it can be called in the scope.
 
     Outside of a replica, such as at the top level of a script, TensorFlow doesn't know
     which replica's variables are meant, passes placeholders, and the call fails. All
@@ -205,7 +205,7 @@ def call(
 def aggregate(
     original: Callable[..., Any], value: Any, aggregation: Any, destinations: Any
 ) -> Any:
-    """Replace `apply_aggregation_replica_context`.
+    """Replace `apply_aggregation_replica_context`: write equal values without a merge.
 
     For a variable of `ONLY_FIRST_REPLICA` TensorFlow merges the replicas to take the
     first one's value, which it can't do inside `tf.cond`. While

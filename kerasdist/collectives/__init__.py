@@ -5,7 +5,7 @@ reductions themselves are in `backends`; tensors of TensorFlow's graphs become a
 `kerasdist.strategies.reduce.graph_ops`.
 """
 
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.communicator import Communicator, gather_json
 from kerasdist.collectives.connect import TRANSPORTS, Job, connect
 
-__all__ = ["TRANSPORTS", "Communicator", "Job", "connect"]
+__all__ = ["TRANSPORTS", "Communicator", "Job", "connect", "gather_json"]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import abc
 import copy
+import gzip
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
@@ -298,6 +301,24 @@ class Communicator(abc.ABC):
     @abc.abstractmethod
     def failure(self) -> errors.CollectiveError | None:
         """The error that ended this communicator, or None."""
+
+
+def gather_json(
+    communicator: Communicator, value: Any, *, compressed: bool = False
+) -> list[Any]:
+    """Return all workers' values, which are JSON, in rank order.
+
+    Args:
+        communicator: The communicator of the workers, which call this together.
+        value: This worker's value.
+        compressed: Whether they are compressed on the way; the same on all workers.
+    """
+    text = json.dumps(value).encode()
+    if compressed:
+        text = gzip.compress(text, 1)
+    every = communicator.all_gather(np.frombuffer(text, np.uint8))
+    texts = [part.tobytes() for part in every]
+    return [json.loads(gzip.decompress(t) if compressed else t) for t in texts]
 
 
 class ForwardingCommunicator(Communicator):

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdist._keras import placer_of
+from kerasdist._keras.placement.layers import placer_of
 from kerasdist.collectives.row_exchange import equal_part
 
 # Initializer, regularizer and constraint of a whole matrix, for its parts.

@@ -25,10 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist._keras import ArrayData, KerasHooks
+from kerasdist._keras.data.arrays import ArrayData
+from kerasdist._keras.protocols import KerasHooks
 from kerasdist.strategies.data.batch_split import ArrayEpochs
 from kerasdist.strategies.measure.step_clock import StepClock
-from kerasdist.strategies.options import Options
+from kerasdist.strategies.options import Options, check_choice
 from kerasdist.strategies.reduce.workers import WHOLE, Workers
 from kerasdist.strategies.sync.data import SynchronousData
 from kerasdist.strategies.sync.extended import SynchronousExtended
@@ -50,12 +51,11 @@ def check_balance(balance: str | None) -> None:
     Raises:
         ValueError: It is unknown.
     """
-    if balance not in (None, "measured"):
-        raise ValueError(
-            "`balance` must be 'measured' or None. Received: "
-            f"balance={balance!r}. With 'measured' faster workers get more rows of "
-            "each batch; None: all get as many."
-        )
+    more = (
+        " With 'measured' faster workers get more rows of each batch; None: all get as "
+        "many."
+    )
+    check_choice("balance", balance, ("measured", None), more)
 
 
 def speeds_of(

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from kerasdist import _keras
+from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.errors import ClusterError
 from kerasdist.strategies.options import check_installed
@@ -345,7 +346,7 @@ def enable_keras_distribution(strategy: DataParallelStrategy | None = None) -> N
             "RingStrategy or a ParameterServerStrategy, or None."
         )
     check_installed()
-    before = _keras.distribution_owner()
+    before = distribution_owner()
     if isinstance(before, StrategyOwner):
         if strategy is None or strategy is before.given:
             return
@@ -354,5 +355,5 @@ def enable_keras_distribution(strategy: DataParallelStrategy | None = None) -> N
             f"at the first call. Received: strategy={strategy!r}; before: "
             f"{before.given!r}. Call `enable_keras_distribution` once."
         )
-    _keras.set_distribution_owner(StrategyOwner(strategy))
+    set_distribution_owner(StrategyOwner(strategy))
     _keras.install("distribution")

@@ -17,13 +17,13 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import (
+from kerasdist._keras.data.arrays import (
     ArrayData,
     BatchIterator,
     CountedData,
     RepeatableIterator,
-    StepTimer,
 )
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import iterator_dataset
 from kerasdist.strategies.data.batch_split import (
     ArrayParts,
@@ -232,9 +232,7 @@ class ElasticDataset(CountedData):
             else:
                 rows = count_rows(batch)
                 parts = [
-                    self._wrap(
-                        number, batch, part_of_batch(batch, rows, i, layout.total)
-                    )
+                    self._wrap(number, batch, part_of_batch(batch, rows, i, layout))
                     for i in range(layout.first, layout.first + layout.local)
                 ]
             return {"numbered": (number, batch), "parts": tuple(parts)}

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.strategies.options import Options, StrategyJob
+from kerasdist.strategies.options import Options, StrategyJob, check_positive
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.initial_state import share_state
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
@@ -46,11 +46,8 @@ class LocalSteps:
     """
 
     def __init__(self, steps: int, outer: Any = None) -> None:
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(
-                "The number of local steps must be a positive integer. Received: "
-                f"steps={steps!r}."
-            )
+        must = "The number of local steps must be a positive integer"
+        check_positive(must, "steps", steps)
         if outer == "nesterov":
             outer = keras.optimizers.SGD(_RATE, momentum=_MOMENTUM, nesterov=True)
         if outer is not None and (

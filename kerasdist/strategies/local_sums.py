@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -30,25 +30,11 @@ from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 # devices of the CPU             in host memory, where they are anyway
 
 _LOG = logging.getLogger("kerasdist")
-_CHOICES = ("auto", "device", "host")
 _NATIVE = (
     " transport='native' lets NCCL transfer them between GPUs; neither the job's "
     "secret nor TLS protects NCCL and TensorFlow's servers, which "
     "KERASDIST_ALLOW_OPEN_SERVERS=1 accepts."
 )
-
-
-def check_reduction(option: str) -> None:
-    """Check the argument `local_reduction`.
-
-    Raises:
-        ValueError: It's another one.
-    """
-    if option not in _CHOICES:
-        raise ValueError(
-            "`local_reduction` must be 'auto', 'device' or 'host'. Received: "
-            f"local_reduction={option!r}."
-        )
 
 
 def sums_on_devices(option: str, devices: Sequence[str]) -> bool:
@@ -159,7 +145,117 @@ def _is_here(name: str) -> bool:
     return (job.job, job.task) == (mine.job, mine.task)
 
 
-# bfloat16 isn't among NCCL's dtypes in TensorFlow: it is added in float32.
+# Sums on devices by TensorFlow's collectives: of one worker, and of all.
+
+
+def group_options(key: int, size: int, device: str) -> dict[str, Any]:
+    """Return the arguments that all of TensorFlow's collective operations have.
+
+    Args:
+        key: The group's key.
+        size: Number of its devices.
+        device: One of its devices, which are all of one kind.
+    """
+    return {
+        "group_size": size,
+        "group_key": key,
+        "communication_hint": communication_hint(device),
+        # See `kerasdist.strategies.native_communicator`.
+        "timeout_seconds": 0,
+    }
+
+
+def make_tokens(devices: Sequence[str]) -> list[Any]:
+    """Return a variable on each device, whose handle orders a replica's collectives.
+
+    TensorFlow runs operations with side effects one after the other, unless each has a
+    token of its own: otherwise the replicas would wait for each other.
+    """
+    tokens = []
+    for device in devices:
+        with tf.init_scope(), tf.device(device):
+            tokens.append(tf.Variable(0.0, trainable=False))
+    return tokens
+
+
+def reduce_one(
+    tensor: Any,
+    key: Any,
+    group: dict[str, Any],
+    tokens: Sequence[Any] = (),
+    op: str = "Add",
+) -> Any:
+    """Reduce a tensor over a group.
+
+    Args:
+        tensor: This device's.
+        key: The collective's instance key.
+        group: See `group_options`.
+        tokens: Handles of what it is ordered by.
+        op: The name of TensorFlow's operation on two of them.
+    """
+    return tf.raw_ops.CollectiveReduceV2(
+        input=tensor,
+        instance_key=key,
+        ordering_token=list(tokens),
+        merge_op=op,
+        final_op="Id",
+        name="kerasdist_reduce",
+        **group,
+    )
+
+
+def reduce_on(
+    devices: Sequence[str],
+    buckets: Sequence[Any],
+    tokens: Sequence[Any],
+    key: Any,
+    group: dict[str, Any],
+) -> list[Any]:
+    """Sum a bucket of each device over a group, see `reduce_one` and `make_tokens`."""
+    reduced = []
+    for device, bucket, token in zip(devices, buckets, tokens, strict=True):
+        with tf.device(device):
+            reduced.append(reduce_one(bucket, key, group, [token.handle]))
+    return reduced
+
+
+def sum_by_dtype(
+    values: Sequence[Sequence[Any]],
+    devices: Sequence[str],
+    wider: Mapping[Any, Any],
+    reduce: Callable[[list[Any], int], list[Any]],
+) -> list[list[Any]]:
+    """Add each value over the replicas, those of a dtype by one collective.
+
+    Args:
+        values: For each value, a tensor per device.
+        devices: The devices.
+        wider: From a dtype to the one that it is added in, if it isn't the same.
+        reduce: Returns the sums of a bucket per device; the second argument is the
+            number of calls before.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
+        dtype = value[0].dtype
+        groups.setdefault(wider.get(dtype, dtype), []).append(index)
+    sums: list[list[Any]] = [[] for _ in values]
+    for number, (wide, indices) in enumerate(groups.items()):
+        buckets = []
+        for replica, device in enumerate(devices):
+            with tf.device(device):
+                mine = [tf.cast(values[i][replica], wide) for i in indices]
+                buckets.append(tf.concat([tf.reshape(t, [-1]) for t in mine], 0))
+        for replica, total in enumerate(reduce(buckets, number)):
+            with tf.device(devices[replica]):
+                mine = [values[i][replica] for i in indices]
+                parts = tf.split(total, [tf.size(tensor) for tensor in mine])
+                for i, tensor, part in zip(indices, mine, parts, strict=True):
+                    shaped = tf.cast(tf.reshape(part, tf.shape(tensor)), tensor.dtype)
+                    sums[i].append(tf.ensure_shape(shaped, tensor.shape))
+    return sums
+
+
 _ADDED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
 _KEYS = 2**31
 
@@ -191,23 +287,13 @@ class DeviceOps(CollectiveOps):
     ) -> None:
         super().__init__(communicator, host)
         self._devices = list(devices)
-        self._group = {
-            "group_size": len(devices),
-            "group_key": next(_Groups.keys),
-            "communication_hint": communication_hint(devices[0]),
-            # Only operations of one graph wait for each other, and all run.
-            "timeout_seconds": 0,
-        }
+        # Only operations of one graph wait for each other, and all run.
+        self._group = group_options(next(_Groups.keys), len(devices), devices[0])
         with tf.init_scope(), tf.device(host):
             self.number = tf.Variable(
                 0, dtype=tf.int64, trainable=False, name="kerasdist_local_sums"
             )
-        # Operations with side effects run one after the other, unless each replica has
-        # a token of its own: otherwise the replicas would wait for each other.
-        self._tokens = []
-        for device in self._devices:
-            with tf.init_scope(), tf.device(device):
-                self._tokens.append(tf.Variable(0.0, trainable=False))
+        self._tokens = make_tokens(devices)
         # Eagerly the first replica would wait for the second, which is called later.
         self._compiled = tf.function(self._sum, autograph=False)
 
@@ -237,59 +323,24 @@ class DeviceOps(CollectiveOps):
         return [list(parts) for parts in found]
 
     def _sum(self, values: list[list[Any]]) -> list[list[Any]]:
-        """Add each value over the replicas, those of a dtype by one collective."""
-        groups: dict[Any, list[int]] = {}
-        for index, value in enumerate(values):
-            groups.setdefault(_wide(value[0].dtype), []).append(index)
-        sums: list[list[Any]] = [[] for _ in values]
-        for wide, indices in groups.items():
-            buckets = []
-            for replica, device in enumerate(self._devices):
-                with tf.device(device):
-                    mine = [tf.cast(values[i][replica], wide) for i in indices]
-                    buckets.append(tf.concat([tf.reshape(t, [-1]) for t in mine], 0))
-            for replica, total in enumerate(self._reduce(buckets)):
-                with tf.device(self._devices[replica]):
-                    mine = [values[i][replica] for i in indices]
-                    parts = tf.split(total, [tf.size(tensor) for tensor in mine])
-                    for i, tensor, part in zip(indices, mine, parts, strict=True):
-                        shaped = tf.reshape(part, tf.shape(tensor))
-                        shaped = tf.cast(shaped, tensor.dtype)
-                        sums[i].append(tf.ensure_shape(shaped, tensor.shape))
-        return sums
+        # bfloat16 isn't among NCCL's dtypes in TensorFlow: it is added in float32.
+        return sum_by_dtype(
+            values, self._devices, {tf.bfloat16: tf.float32}, self._reduce
+        )
 
-    def _reduce(self, buckets: list[Any]) -> list[Any]:
+    def _reduce(self, buckets: list[Any], number: int) -> list[Any]:
+        del number
         with tf.device(self._host):
-            number = self.number.assign_add(1, read_value=True)
-            key = tf.cast(number % _KEYS, tf.int32)
-        reduced = []
+            count = self.number.assign_add(1, read_value=True)
+            key = tf.cast(count % _KEYS, tf.int32)
         # None begins before all buckets are there: if a replica fails before that, no
         # operation waits for it, and TensorFlow's collectives can be used again.
         with tf.control_dependencies(buckets):
-            for device, bucket, token in zip(
-                self._devices, buckets, self._tokens, strict=True
-            ):
-                with tf.device(device):
-                    reduced.append(
-                        tf.raw_ops.CollectiveReduceV2(
-                            input=bucket,
-                            instance_key=key,
-                            ordering_token=[token.handle],
-                            merge_op="Add",
-                            final_op="Id",
-                            name="kerasdist_local_sum",
-                            **self._group,
-                        )
-                    )
-        return reduced
+            return reduce_on(self._devices, buckets, self._tokens, key, self._group)
 
 
 def _can_be_added(values: Sequence[Sequence[Any]]) -> bool:
     return all(value[0].dtype in _ADDED for value in values)
-
-
-def _wide(dtype: Any) -> Any:
-    return tf.float32 if dtype == tf.bfloat16 else dtype
 
 
 def make_device_ops(job: StrategyJob, devices: Sequence[str]) -> CollectiveOps:

@@ -15,7 +15,6 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -23,12 +22,11 @@ import tensorflow as tf
 from kerasdist import _tf, errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
-from kerasdist.collectives import Communicator
+from kerasdist.collectives import Communicator, gather_json
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.communicator import copy_to_raise, explain
 from kerasdist.collectives.fused_buffer import FusedBuffer
 from kerasdist.collectives.row_exchange import Array, itemsize
-from kerasdist.strategies.local_sums import communication_hint
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
@@ -80,13 +78,11 @@ def serve(ring: Communicator) -> int:
     host = ring.peers[ring.rank].address.rpartition(":")[0]
     if Server.rank is None:
         _start_server(ring.rank, host)
-    text = f"{Server.rank} {Server.address} {','.join(Server.workers)}".encode()
-    heard = ring.all_gather(np.frombuffer(text, np.uint8))
-    said = [part.tobytes().decode().split(" ") for part in heard]
-    workers = tuple(address for _, address, _ in said)
-    moved = [str(r) for r, (was, _, _) in enumerate(said) if was != str(r)]
-    known = {before for _, _, before in said}
-    if moved or known not in ({""}, {",".join(workers)}):
+    given = gather_json(ring, [Server.rank, Server.address, Server.workers])
+    workers = tuple(address for _, address, _ in given)
+    moved = [str(r) for r, (was, _, _) in enumerate(given) if was != r]
+    known = {tuple(before) for _, _, before in given}
+    if moved or known not in ({()}, {workers}):
         # A last collective, so that no rank leaves before all have reached this point.
         # The first to leave ends the ring, but ranks interrupted by it know enough.
         with contextlib.suppress(errors.CollectiveError):
@@ -234,23 +230,6 @@ def connector(
         return NativeCommunicator(ring, supervisor, serve(ring))
 
     return build
-
-
-def group_options(key: int, size: int, device: str) -> dict[str, Any]:
-    """Return the arguments that all of TensorFlow's collective operations have.
-
-    Args:
-        key: The group's key.
-        size: Number of its devices.
-        device: One of its devices, which are all of one kind.
-    """
-    return {
-        "group_size": size,
-        "group_key": key,
-        "communication_hint": communication_hint(device),
-        # See `kerasdist.strategies.native_communicator`.
-        "timeout_seconds": 0,
-    }
 
 
 class NativeCommunicator(CheckedCommunicator):

@@ -16,10 +16,14 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist.strategies.native_communicator import (
-    NativeCommunicator,
+from kerasdist.strategies.local_sums import (
     group_options,
+    make_tokens,
+    reduce_on,
+    reduce_one,
+    sum_by_dtype,
 )
+from kerasdist.strategies.native_communicator import NativeCommunicator
 from kerasdist.strategies.options import StrategyJob
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 
@@ -155,12 +159,7 @@ class NativeOps(CollectiveOps):
         self._over_replicas = group_options(
             communicator.replica_group, replicas, devices[0]
         )
-        # TensorFlow runs operations with side effects one after the other, unless
-        # each has a token of its own: otherwise the replicas would wait for each other.
-        self._tokens = []
-        for device in self._devices:
-            with tf.init_scope(), tf.device(device):
-                self._tokens.append(tf.Variable(0.0, trainable=False))
+        self._tokens = make_tokens(devices)
 
     def failure(self, error: Exception) -> Exception | None:
         """See `CollectiveOps.failure`."""
@@ -242,25 +241,17 @@ class NativeOps(CollectiveOps):
         step: bool = False,
     ) -> list[Any]:
         """See `CollectiveOps.sum_gradients`."""
-        groups: dict[Any, list[int]] = {}
-        for index, gradient in enumerate(gradients):
-            wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
-            groups.setdefault(wide, []).append(index)
-        sums: list[Any] = [None] * len(gradients)
-        for number, (wide, indices) in enumerate(groups.items()):
-            with tf.device(self._devices[0]):
-                parts = []
-                for i in indices:
-                    weighted = _tf.weighted(tf.cast(gradients[i], wide), there)
-                    parts.append(tf.reshape(weighted, [-1]))
-                bucket = tf.concat(parts, 0)
-            (reduced,) = self._reduce_on_devices([bucket], step=step and number == 0)
-            with tf.device(self._devices[0]):
-                sizes = [tf.size(part) for part in parts]
-                for i, part in zip(indices, tf.split(reduced, sizes), strict=True):
-                    shaped = tf.reshape(part, tf.shape(gradients[i]))
-                    shaped = tf.cast(shaped, gradients[i].dtype)
-                    sums[i] = tf.ensure_shape(shaped, gradients[i].shape)
+        parts = []
+        with tf.device(self._devices[0]):
+            for gradient in gradients:
+                wide = tf.float64 if gradient.dtype == tf.float64 else tf.float32
+                parts.append([_tf.weighted(tf.cast(gradient, wide), there)])
+        found = self._sum_on_devices(parts, self._devices[:1], step=step)
+        with tf.device(self._devices[0]):
+            sums = [
+                tf.ensure_shape(tf.cast(part, gradient.dtype), gradient.shape)
+                for (part,), gradient in zip(found, gradients, strict=True)
+            ]
         return [*sums, *(self.all_reduce(beside) if beside else ())]
 
     @property
@@ -300,52 +291,29 @@ class NativeOps(CollectiveOps):
             value[0].dtype not in known for value in values
         ):
             return None
-        groups: dict[Any, list[int]] = {}
-        for index, value in enumerate(values):
-            groups.setdefault(value[0].dtype, []).append(index)
-        sums: list[list[Any]] = [[] for _ in values]
-        for number, indices in enumerate(groups.values()):
-            buckets = []
-            for replica, device in enumerate(self._devices):
-                with tf.device(device):
-                    flat = [tf.reshape(values[i][replica], [-1]) for i in indices]
-                    buckets.append(tf.concat(flat, 0))
-            totals = self._reduce_on_devices(buckets, step=step and number == 0)
-            for device, replica, total in zip(
-                self._devices, range(len(self._devices)), totals, strict=True
-            ):
-                with tf.device(device):
-                    mine = [values[i][replica] for i in indices]
-                    parts = tf.split(total, [tf.size(value) for value in mine])
-                    for i, value, part in zip(indices, mine, parts, strict=True):
-                        shaped = tf.reshape(part, tf.shape(value))
-                        sums[i].append(tf.ensure_shape(shaped, value.shape))
-        return sums
+        return self._sum_on_devices(values, self._devices, step=step)
+
+    def _sum_on_devices(
+        self, values: Sequence[Sequence[Any]], devices: Sequence[str], *, step: bool
+    ) -> list[list[Any]]:
+        def reduce(buckets: list[Any], number: int) -> list[Any]:
+            def build(key: Any) -> list[Any]:
+                group = self._over_replicas
+                return reduce_on(self._devices, buckets, self._tokens, key, group)
+
+            first = step and number == 0
+            return self._collective("all_reduce", "sum", buckets, build, step=first)
+
+        return sum_by_dtype(values, devices, {}, reduce)
 
     # One collective each.
 
     def _reduce_on_hosts(self, tensor: Any, op: str, *, step: bool = False) -> Any:
         def reduce(key: Any) -> list[Any]:
             with tf.device(self._host):
-                return [_reduce_op(tensor, key, op, self._over_hosts)]
+                return [reduce_one(tensor, key, self._over_hosts, op=_MERGE[op])]
 
         return self._collective("all_reduce", op, [tensor], reduce, step=step)[0]
-
-    def _reduce_on_devices(
-        self, buckets: list[Any], *, step: bool = False
-    ) -> list[Any]:
-        def reduce(key: Any) -> list[Any]:
-            reduced = []
-            for device, bucket, token in zip(
-                self._devices, buckets, self._tokens, strict=True
-            ):
-                with tf.device(device):
-                    reduced.append(
-                        _reduce_op(bucket, key, "sum", self._over_replicas, token)
-                    )
-            return reduced
-
-        return self._collective("all_reduce", "sum", buckets, reduce, step=step)
 
     def _gather(self, tensor: Any, what: str) -> Any:
         def gather(key: Any) -> list[Any]:
@@ -424,20 +392,6 @@ class NativeOps(CollectiveOps):
             ended = tf.numpy_function(end, [number], tf.bool, name="kerasdist_end")
             self._hold_back([ended])
         return results
-
-
-def _reduce_op(
-    tensor: Any, key: Any, op: str, options: dict[str, Any], token: Any = None
-) -> Any:
-    return tf.raw_ops.CollectiveReduceV2(
-        input=tensor,
-        instance_key=key,
-        ordering_token=[] if token is None else [token.handle],
-        merge_op=_MERGE[op],
-        final_op="Id",
-        name="kerasdist_reduce",
-        **options,
-    )
 
 
 def _pack(tensor: Any) -> Any:

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import keras
@@ -221,6 +221,41 @@ def refuse_asynchronous(elastic: bool | None) -> None:
     )
 
 
+def check_choice(
+    name: str, given: object, choices: Sequence[object], more: str = ""
+) -> None:
+    """Check that an argument is one of some values, which the message lists.
+
+    Args:
+        name: The argument's name.
+        given: Its value.
+        choices: The values.
+        more: The end of the message.
+
+    Raises:
+        ValueError: It's another one.
+    """
+    if given not in choices:
+        words = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+        raise ValueError(f"`{name}` must be {words}. Received: {name}={given!r}.{more}")
+
+
+def check_positive(must: str, name: str, given: object, more: str = "") -> None:
+    """Check that an argument is a positive integer.
+
+    Args:
+        must: What it must be, in words, which begin the message.
+        name: The argument's name.
+        given: Its value.
+        more: The end of the message.
+
+    Raises:
+        ValueError: It isn't one.
+    """
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"{must}. Received: {name}={given!r}.{more}")
+
+
 ELASTIC_REFUSAL = (
     "An elastic job continues without workers that are lost, which isn't possible with "
     "every option."
@@ -330,24 +365,8 @@ class Options:
         return self.shard == "rows"
 
     def __post_init__(self) -> None:
-        if self.shard not in ("rows", "off"):
-            raise ValueError(
-                f"`shard` must be 'rows' or 'off'. Received: shard={self.shard!r}."
-            )
-        if self.data not in ("auto", "same", "chief"):
-            raise ValueError(
-                "`data` must be 'auto', 'same' or 'chief'. "
-                f"Received: data={self.data!r}."
-            )
-        if isinstance(self.bucket_size, bool) or not (
-            isinstance(self.bucket_size, int) and self.bucket_size > 0
-        ):
-            raise ValueError(
-                "`bucket_size` must be a positive number of bytes. "
-                f"Received: bucket_size={self.bucket_size!r}."
-            )
-        if self.initial_state not in ("check", "broadcast"):
-            raise ValueError(
-                "`initial_state` must be 'check' or 'broadcast'. "
-                f"Received: initial_state={self.initial_state!r}."
-            )
+        check_choice("shard", self.shard, ("rows", "off"))
+        check_choice("data", self.data, ("auto", "same", "chief"))
+        must = "`bucket_size` must be a positive number of bytes"
+        check_positive(must, "bucket_size", self.bucket_size)
+        check_choice("initial_state", self.initial_state, ("check", "broadcast"))

@@ -247,11 +247,9 @@ class ParameterServerStrategy(DataParallelStrategy):
                 place,
                 timeouts=timeouts,
                 replicas=len(names),
-                min_workers=bounds.min_workers,
-                grace=bounds.grace,
-                start_workers=bounds.start_workers,
                 needs=("seed",),
                 link=link,
+                **vars(bounds),
             )
             self._traffic: _Traffic = link
             extended = ElasticExtended

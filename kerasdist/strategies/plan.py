@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kerasdist import _tf
-from kerasdist._keras import LayerFacts
 from kerasdist._keras.costs.describe import describe
+from kerasdist._keras.placement.layers import LayerFacts
 from kerasdist.placement.partition import Run
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Device, Plan, make_plan

@@ -24,7 +24,6 @@ from kerasdist.strategies.local_steps import (
     local_steps_of,
 )
 from kerasdist.strategies.local_sums import (
-    check_reduction,
     make_device_ops,
     report,
     sums_on_devices,
@@ -40,6 +39,7 @@ from kerasdist.strategies.options import (
     ELASTIC_REFUSAL,
     Options,
     StrategyJob,
+    check_choice,
     check_installed,
     elasticity,
     refuse_together,
@@ -219,7 +219,7 @@ class RingStrategy(DataParallelStrategy):
         timeouts = Timeouts(
             collective=timeout, startup=startup_timeout, heartbeat=heartbeat_timeout
         )
-        check_reduction(local_reduction)
+        check_choice("local_reduction", local_reduction, ("auto", "device", "host"))
         local = local_steps_of(local_steps)
         check_balance(balance)
         in_use = _tf.in_use()
@@ -314,10 +314,8 @@ class RingStrategy(DataParallelStrategy):
                 transport=transport,
                 timeouts=timeouts,
                 replicas=replicas,
-                min_workers=bounds.min_workers,
-                grace=bounds.grace,
-                start_workers=bounds.start_workers,
                 needs=("seed",),
+                **vars(bounds),
             )
             used, extended = "tcp", ElasticExtended
         else:

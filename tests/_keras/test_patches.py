@@ -4,9 +4,9 @@
 CONTRIBUTING.md.
 """
 
-import importlib
 import inspect
 import pickle
+import pkgutil
 import re
 
 import keras
@@ -42,8 +42,7 @@ def names(function):
 
 @pytest.mark.parametrize(("package", "row"), ROWS)
 def test_a_hook_takes_what_its_targets_are_given(package, row):
-    module, _, name = row.hook.rpartition(".")
-    hook = getattr(importlib.import_module(f"{package}.{module}"), name)
+    hook = pkgutil.resolve_name(f"{package}.{row.hook}")
     for target in row.targets:
         if row.adds:
             # A method of a class takes itself; a module's function what it wants to.
@@ -64,16 +63,17 @@ def test_a_hook_takes_what_its_targets_are_given(package, row):
 
 def page_tables() -> str:
     parts = []
-    for name, table in (("Keras", of_keras.TABLE), ("TensorFlow", of_tensorflow.TABLE)):
+    for name, package in zip(("Keras", "TensorFlow"), TABLES, strict=True):
         lines = [
             f"| of {name} | what the hook does | for | hook |",
             "| --- | --- | --- | --- |",
         ]
-        for row in table:
+        for row in TABLES[package]:
             paths = [target.partition("(")[0] for target in row.targets]
-            lines.append(
-                f"| {_short(paths)} | {row.does} | {row.feature} | `{row.hook}` |"
-            )
+            does = pkgutil.resolve_name(f"{package}.{row.hook}").__doc__
+            does = re.sub(r"^Replace .*?: ", "", does.partition("\n")[0].rstrip("."))
+            does = does[0].lower() + does[1:]
+            lines.append(f"| {_short(paths)} | {does} | {row.feature} | `{row.hook}` |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
@@ -197,7 +197,7 @@ def added(owner):
 
 def row(hook, *targets, **more):
     targets = tuple(f"{__name__}.{target}" for target in targets)
-    return Patch(hook=hook, does="", targets=targets, **{"feature": "a", **more})
+    return Patch(hook=hook, targets=targets, **{"feature": "a", **more})
 
 
 def patcher(*rows):

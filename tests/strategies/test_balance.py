@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kerasdist.strategies.balance import cuts_of, shares_of, speeds_of
 from kerasdist.strategies.data.batch_split import bounds_of_replica, own_rows
+from kerasdist.strategies.reduce.workers import ReplicaLayout
 from kerasdist.strategies.ring import RingStrategy
 from workers import Workers
 
@@ -26,10 +27,8 @@ def test_parts_are_all_rows_in_order(sizes, local, samples, batch_size):
     shares = [size / sum(sizes) for size in sizes]
     cuts = cuts_of(shares, [local] * len(sizes))
     total = local * len(sizes)
-    parts = [
-        own_rows(np.arange(samples), batch_size, rank * local, local, total, cuts)
-        for rank in range(len(sizes))
-    ]
+    layouts = [ReplicaLayout(i, local, total, cuts) for i in range(0, total, local)]
+    parts = [own_rows(np.arange(samples), batch_size, each) for each in layouts]
     batches = -(-samples // batch_size)
     seen = []
     for batch in range(batches):
@@ -37,7 +36,7 @@ def test_parts_are_all_rows_in_order(sizes, local, samples, batch_size):
         for rank, (own, bounds) in enumerate(parts):
             for i in range(batch * local, (batch + 1) * local):
                 replica = rank * local + i % local
-                start, stop = bounds_of_replica(rows, replica, total, cuts)
+                start, stop = bounds_of_replica(rows, replica, layouts[0])
                 assert bounds[i + 1] - bounds[i] == stop - start
                 seen.extend(own[bounds[i] : bounds[i + 1]])
     assert seen == list(range(samples))

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 
-from kerasdist._keras import RepeatableIterator
+from kerasdist._keras.data.arrays import RepeatableIterator
 from kerasdist._keras.protocols import hooks_of
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.single import SingleCommunicator

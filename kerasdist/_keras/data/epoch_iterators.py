@@ -103,7 +103,7 @@ def init_epoch_iterator(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Replace `TFEpochIterator.__init__`.
+    """Replace `TFEpochIterator.__init__`: give each worker its part of one order.
 
     Keras shuffles arrays with an unseeded operation, in another order on each worker.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -279,92 +278,50 @@ class EvaluatedPart(NamedTuple):
     spec: Any
 
 
-class Batches(abc.ABC):
-    """Batches that are taken one by one, and again unless committed."""
+class Batches:
+    """Batches that are taken one by one, and again unless committed.
+
+    Args:
+        iterator: What Keras calls a train function with: an iterator that repeats its
+            batches itself, any other one of `fit`, whose batches don't depend on the
+            workers, or the global batches of `train_on_batch`.
+        hooks: The hooks of the strategy.
+    """
+
+    def __init__(self, iterator: Any, hooks: KerasHooks) -> None:
+        self._iterator, self._hooks = iterator, hooks
+        self._repeats = isinstance(iterator, RepeatableIterator)
+        self._of_fit = is_of_fit(iterator)
+        self._last: list[Any] = []
 
     @property
     def spec(self) -> Any:
         """See `EvaluatedPart.spec`."""
-        return None
+        return self._iterator.inner.element_spec if self._repeats else None
 
-    @abc.abstractmethod
     def take(self) -> EvaluatedPart:
         """Take the next batch, outside of a section; at the end StopIteration."""
+        if self._repeats:
+            return _next(self._iterator.inner, self._hooks)
+        if not self._last and self._of_fit:
+            self._last.append(_next(self._iterator, self._hooks))
+        elif not self._last:
+            self._last.append(next(self._iterator))
+        (last,) = self._last
+        if self._of_fit:
+            return last
+        return EvaluatedPart(self._hooks.data.own_rows(last), None)
 
-    @abc.abstractmethod
     def commit(self) -> None:
         """Count the last batch as used up."""
+        self._last.clear()
+        if self._repeats:
+            self._iterator.commit()
 
-    @abc.abstractmethod
     def renew(self) -> None:
         """Let `take` return the last batch again, unless it was committed."""
-
-
-class _Repeatable(Batches):
-    """The batches of an iterator that repeats them itself."""
-
-    def __init__(self, iterator: RepeatableIterator, hooks: KerasHooks) -> None:
-        self._iterator, self._hooks = iterator, hooks
-
-    @property
-    def spec(self) -> Any:
-        return self._iterator.inner.element_spec
-
-    def take(self) -> EvaluatedPart:
-        return _next(self._iterator.inner, self._hooks)
-
-    def commit(self) -> None:
-        self._iterator.commit()
-
-    def renew(self) -> None:
-        self._iterator.renew()
-
-
-class _KeptBatches(Batches):
-    """The batches of any other iterator, which don't depend on the workers."""
-
-    def __init__(self, iterator: Any, hooks: KerasHooks) -> None:
-        self._iterator, self._hooks = iterator, hooks
-        self._last: EvaluatedPart | None = None
-
-    def take(self) -> EvaluatedPart:
-        if self._last is None:
-            self._last = _next(self._iterator, self._hooks)
-        return self._last
-
-    def commit(self) -> None:
-        self._last = None
-
-    def renew(self) -> None:
-        pass
-
-
-class _Global(Batches):
-    """The global batches of `train_on_batch`."""
-
-    def __init__(self, iterator: Any, hooks: KerasHooks) -> None:
-        self._iterator, self._hooks = iterator, hooks
-        self._last: list[Any] = []
-
-    def take(self) -> EvaluatedPart:
-        if not self._last:
-            self._last.append(next(self._iterator))
-        return EvaluatedPart(self._hooks.data.own_rows(self._last[0]), None)
-
-    def commit(self) -> None:
-        self._last.clear()
-
-    def renew(self) -> None:
-        pass
-
-
-def batches_of(iterator: Any, hooks: KerasHooks) -> Batches:
-    """Return the batches of what Keras calls a train function with."""
-    if isinstance(iterator, RepeatableIterator):
-        return _Repeatable(iterator, hooks)
-    if is_of_fit(iterator):
-        return _KeptBatches(iterator, hooks)
-    return _Global(iterator, hooks)
+        if self._repeats:
+            self._iterator.renew()
 
 
 def is_of_fit(iterator: Any) -> bool:

@@ -11,7 +11,6 @@ first step. There it gets the state of the members: all variables, and what
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -111,7 +110,7 @@ class Admission:
             self._trainer, hooks, self._state(), iterator, step
         )
         facts["polls"] = [self._left, self._steps]
-        hooks.consensus.texts(json.dumps(facts))
+        hooks.consensus.facts(facts)
         answers = _exchange(hooks, _Answer("", _checksum(iterator)))
         if _refusal(answers):
             # The newcomers leave, and the others continue.
@@ -146,8 +145,7 @@ class _Answer(NamedTuple):
 
 def _exchange(hooks: KerasHooks, mine: _Answer) -> list[_Answer]:
     """Return the answers of all."""
-    texts = hooks.consensus.texts(json.dumps(mine))
-    return [_Answer(*json.loads(text)) for text in texts.values()]
+    return [_Answer(*each) for each in hooks.consensus.facts(mine).values()]
 
 
 def _refusal(answers: Sequence[_Answer]) -> str:
@@ -197,13 +195,12 @@ def join(
     _approach(place, elastic)
     _prepare(place, elastic, prepare)
     elastic.join()
-    texts = hooks.consensus.texts("")
-    if not texts[0]:
+    facts = hooks.consensus.facts(None)[0]
+    if facts is None:
         raise ClusterError(
             "All workers that had the state of the training were lost while this one "
             "joined. Start the job again."
         )
-    facts = json.loads(texts[0])
     objection = training_state.objection(facts, hooks, state, callbacks)
     objection = objection or place.move_to(facts["place"])
     checksum = 0 if objection else _checksum(place.iterator)
@@ -250,8 +247,7 @@ def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
         [index, name, [[a.dtype.name, list(a.shape)] for a in arrays]]
         for index, name, arrays in finished_calls.arrays_of(callbacks)
     ]
-    texts = hooks.consensus.texts("" if newcomer else json.dumps(mine))
-    for index, name, forms in json.loads(texts[0]):
+    for index, name, forms in hooks.consensus.facts(mine)[0]:
         callback = callbacks[index]
         given = [np.empty(shape, np.dtype(dtype)) for dtype, shape in forms]
         if not newcomer:

@@ -27,7 +27,6 @@ from kerasdist._keras.elastic.evaluation import (
     ByLayout,
     EvaluatedPart,
     MetricTotals,
-    batches_of,
     is_of_fit,
 )
 from kerasdist._keras.elastic.finished_calls import refuse_newcomer
@@ -290,7 +289,7 @@ class ElasticStep(ContinuableStep):
             return self._take_steps(iterator)
 
     def _take_steps(self, iterator: Any) -> Any:
-        batches = batches_of(iterator, self._hooks)
+        batches = Batches(iterator, self._hooks)
         if not is_of_fit(iterator):
             refuse_newcomer(self._hooks, "train_on_batch")
         else:
@@ -324,7 +323,7 @@ class ElasticStep(ContinuableStep):
 
     def prepare(self, iterator: Any) -> None:
         """See `ContinuableStep.prepare`."""
-        spec = batches_of(iterator, self._hooks).spec
+        spec = Batches(iterator, self._hooks).spec
         if spec is None or self._trainer.run_eagerly or self._hooks.timer.running:
             return
         with translating(self._hooks):

@@ -34,10 +34,11 @@ from kerasdist._keras.elastic import finished_calls
 from kerasdist._keras.elastic.finished_calls import fits_of
 from kerasdist._keras.learning_rate import (
     base_rate,
+    factor_of,
     leaves_of,
     scaling_of,
-    schedule_of,
     set_base_rate,
+    settable,
 )
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist.collectives.row_exchange import Array
@@ -355,8 +356,8 @@ def collect(
         "orders": hooks.data.orders,
         "communicator_step": hooks.workers.communicator.step,
         "variables": _form(variables),
-        "rates": [base_rate(each) for each in _settable(trainer)],
-        "factors": [_factor(each) for each in leaves_of(trainer)],
+        "rates": [base_rate(each) for each in settable(trainer)],
+        "factors": [factor_of(each) for each in leaves_of(trainer)],
         "callbacks": finished_calls.changed(current.callbacks, current.begun),
     }
 
@@ -465,7 +466,7 @@ def _apply_counts(
     again: bool = False,
 ) -> None:
     """Set the learning rates, and what the callbacks have counted."""
-    for optimizer, rate in zip(_settable(trainer), facts["rates"], strict=True):
+    for optimizer, rate in zip(settable(trainer), facts["rates"], strict=True):
         set_base_rate(optimizer, rate)
     for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
         scaling = scaling_of(optimizer)
@@ -476,15 +477,6 @@ def _apply_counts(
 
 def _form(variables: Sequence[Any]) -> list[Any]:
     return [[list(v.shape), v.dtype.name] for v in variables]
-
-
-def _settable(trainer: Any) -> list[Any]:
-    return [each for each in leaves_of(trainer) if schedule_of(each) is None]
-
-
-def _factor(optimizer: Any) -> list[float] | None:
-    scaling = scaling_of(optimizer)
-    return None if scaling is None else [scaling.target, scaling.steps, scaling.shift]
 
 
 def _skip_reset(trainer: Any) -> None:

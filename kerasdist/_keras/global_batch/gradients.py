@@ -119,7 +119,7 @@ def gradient(
     output_gradients: Any = None,
     **more: Any,
 ) -> Any:
-    """Replace `tf.GradientTape.gradient`: return the global batch's, see above."""
+    """Replace `tf.GradientTape.gradient`: return gradients of the global batch."""
     if tf.distribute.in_cross_replica_context():
         # A single-process loop in the scope: only replicas have handles.
         return original(tape, target, copies_of(sources), output_gradients, **more)

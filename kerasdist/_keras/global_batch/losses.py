@@ -38,7 +38,7 @@ def keep_loss_unscaled(original: Callable[..., Any], value: Any) -> Any:
 
 
 def reported_loss(original: Callable[..., Any], value: Any) -> Any:
-    """Replace `unscale_loss_for_distribution`: return a step's loss to be recorded."""
+    """Replace `unscale_loss_for_distribution`: record the loss of the global batch."""
     if current.rows is None:
         return original(value)
     return _as_mean(value, "The result of `compute_loss`")
@@ -50,7 +50,7 @@ def reduce_values(
     sample_weight: Any = None,
     reduction: str = "sum_over_batch_size",
 ) -> Any:
-    """Replace `keras.src.losses.loss.reduce_values`: correct sums, weighted means."""
+    """Replace `reduce_values`: correct losses that are sums or weighted means."""
     loss = original(values, sample_weight, reduction)
     if current.hooks is None:
         return loss
@@ -120,7 +120,7 @@ def compile_loss(original: Callable[..., Any], self: Any, *args: Any, **kw: Any)
 
 
 def additional_loss(original: Callable[..., Any], trainer: Any, loss: Any) -> Any:
-    """Replace `_aggregate_additional_loss`, which sums the losses of `add_loss`."""
+    """Replace `_aggregate_additional_loss`: correct what `add_loss` was given."""
     total = original(trainer, loss)
     kinds = current.kinds
     if kinds is not None and _tf.executing_eagerly() and kinds.of(loss) == ROWS:
@@ -134,7 +134,7 @@ def average_loss(
     sample_weight: Any = None,
     global_batch_size: Any = None,
 ) -> Any:
-    """Replace `tf.nn.compute_average_loss`.
+    """Replace `tf.nn.compute_average_loss`: in a step of `fit` divide by rows alone.
 
     Without `global_batch_size` TensorFlow also divides by the number of replicas, since
     it expects their gradients to be summed.
@@ -148,7 +148,7 @@ def average_loss(
 
 
 def regularization_loss(original: Callable[..., Any], loss: Any) -> Any:
-    """Replace `tf.nn.scale_regularization_loss`: see `average_loss`."""
+    """Replace `tf.nn.scale_regularization_loss`: likewise."""
     part = original(loss)
     if current.rows is None:
         return part

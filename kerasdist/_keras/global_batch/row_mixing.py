@@ -77,7 +77,7 @@ def metric(
     y_pred: Any,
     sample_weight: Any = None,
 ) -> Any:
-    """Replace `MeanMetricWrapper.update_state`, likewise."""
+    """Replace `MeanMetricWrapper.update_state`: likewise for functions as metrics."""
     function = self._fn
     if (
         current.kinds is None

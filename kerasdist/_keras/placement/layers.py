@@ -131,10 +131,9 @@ def device_of_variable() -> str | None:
 
 
 def init_layer(original: Callable[..., Any], layer: Any) -> None:
-    """Replace `Layer._initialize_tracker`, which `Layer.__init__` calls.
+    """Replace `Layer._initialize_tracker`: a layer belongs to the stage it's made in.
 
-    A layer that is created in a stage belongs to it. `Layer.__init__` itself isn't
-    wrapped, because Keras inspects its arguments.
+    `Layer.__init__`, which calls it, isn't wrapped: Keras inspects its arguments.
     """
     placer = placer_of(tf.distribute.get_strategy())
     if placer is not None:
@@ -214,7 +213,7 @@ def init_variable(
 def initialize_variable(
     original: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Replace `Variable._initialize`, which creates TensorFlow's variable."""
+    """Replace `Variable._initialize`: likewise for a value that is given later."""
     wish = VARIABLE_DEVICE.pop(variable)
     with _making(wish) if wish else contextlib.nullcontext():
         original(variable, *args, **kwargs)

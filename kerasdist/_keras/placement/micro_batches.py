@@ -232,7 +232,7 @@ def mean_metric(
 def normalize(
     original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace `BatchNormalization.call`.
+    """Replace `BatchNormalization.call`: moving statistics as of one batch.
 
     Each part updates the moving statistics: with momentum to the power of its share,
     they decay in a step as much as with the whole batch.

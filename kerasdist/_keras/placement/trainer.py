@@ -29,7 +29,7 @@ def plan_placement(
     iterator: Any = None,
     data_batch: Any = None,
 ) -> Any:
-    """Replace `_maybe_symbolic_build`, which is called before a first step.
+    """Replace `_maybe_symbolic_build`: plan `placement='auto'` before a first step.
 
     It builds the optimizer, and the variables must be on their devices by then.
     """
@@ -141,7 +141,7 @@ def compile_model(
 def make_function(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace `make_train_function` and the like, called before the first step."""
+    """Replace `make_train_function` and the like: check patterns; record a step."""
     placer = placer_of(trainer.distribute_strategy)
     if placer is None:
         return original(trainer, *args, **kwargs)

@@ -28,10 +28,11 @@ from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.learning_rate import (
     base_rate,
+    factor_of,
     leaves_of,
     scaling_of,
-    schedule_of,
     set_base_rate,
+    settable,
 )
 from kerasdist._keras.protocols import AsyncHooks, dynamic_hooks, hooks_of
 from kerasdist._keras.training import fit_loop
@@ -88,7 +89,7 @@ def on_epoch_end(
     hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is not None and hooks.workers.replicas > 1:
         model.stop_training = hooks.consensus.any_of(bool(model.stop_training))
-        for optimizer in _settable(model):
+        for optimizer in settable(model):
             rate = base_rate(optimizer)
             chief = hooks.consensus.of_chief(rate)
             if chief != rate:
@@ -103,8 +104,8 @@ def on_epoch_end(
         if epoch is not None and epochs is not None and epoch + 1 < epochs:
             evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
             known = {
-                "rates": [base_rate(optimizer) for optimizer in _settable(model)],
-                "factors": [_factor(optimizer) for optimizer in leaves_of(model)],
+                "rates": [base_rate(optimizer) for optimizer in settable(model)],
+                "factors": [factor_of(optimizer) for optimizer in leaves_of(model)],
                 "evaluated": evaluated,
             }
             dynamic.admit(epoch + 1, known, statistics_of(model))
@@ -155,7 +156,7 @@ def on_train_begin(
         return result
     model._initial_epoch, known = dynamic.join(statistics_of(model))
     current.joined = True
-    for optimizer, rate in zip(_settable(model), known["rates"], strict=True):
+    for optimizer, rate in zip(settable(model), known["rates"], strict=True):
         set_base_rate(optimizer, rate)
     for optimizer, facts in zip(leaves_of(model), known["factors"], strict=True):
         scaling = scaling_of(optimizer)
@@ -254,16 +255,3 @@ def may_stop(callback: Any) -> bool:
         getattr(getattr(callback, name), "__func__", None) is not getattr(plain, name)
         for name in ("on_train_batch_end", "on_batch_end")
     )
-
-
-def _settable(model: Any) -> list[Any]:
-    """Return the optimizers whose rate is a number, which callbacks may set."""
-    return [each for each in leaves_of(model) if schedule_of(each) is None]
-
-
-def _factor(optimizer: Any) -> list[float] | None:
-    """Return the arguments of `Scaling.set` that describe an optimizer's scaling."""
-    scaling = scaling_of(optimizer)
-    if scaling is None:
-        return None
-    return [scaling.target, scaling.steps, scaling.shift]

@@ -85,8 +85,7 @@ def check_vocabularies(trainer: Any, hooks: KerasHooks) -> None:
     }
     if not mine:
         return
-    texts = hooks.consensus.texts(json.dumps(mine))
-    every = {rank: json.loads(text) for rank, text in texts.items()}
+    every = hooks.consensus.facts(mine)
     first = every[min(every)]
     layers = sorted({n for each in every.values() for n in each if each != first})
     differing = [
@@ -222,7 +221,7 @@ def without_bars(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
-    """Replace `_get_metrics_result_or_logs`, which is called at the end of an epoch.
+    """Replace `_get_metrics_result_or_logs`: return an epoch's logs of all workers.
 
     Metric state is summed over the workers as it's read. Logs that Keras leaves
     unchanged are reduced, see `logs`, and so are the statistics that each replica keeps
@@ -274,7 +273,7 @@ def flush_accumulators(hooks: KerasHooks, trainer: Any) -> None:
 def begin_training(
     original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace `make_train_function`, which `fit` calls before its first step."""
+    """Replace `make_train_function`: warn of a model created outside of the scope."""
     hooks = hooks_of(trainer.distribute_strategy)
     warn_if_outside(trainer)
     if hooks is not None:

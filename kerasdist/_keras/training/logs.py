@@ -15,7 +15,6 @@ on all workers that had rows, or has the same name.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -153,8 +152,7 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
             for path, value in mine.items()
         ],
     }
-    texts = hooks.consensus.texts(json.dumps(report))
-    every = [json.loads(texts[rank]) for rank in sorted(texts)]
+    every = [each for _, each in sorted(hooks.consensus.facts(report).items())]
     return _put_together(trainer, hooks, logs, every, last)
 
 

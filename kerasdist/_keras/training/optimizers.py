@@ -93,10 +93,10 @@ def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) ->
 def synchronized_moments(
     original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
 ) -> Any:
-    """Replace the moments of `BatchNormalization(synchronized=True)`.
+    """Replace `_compute_moments_sync`: moments of the global batch's rows.
 
-    They are the mean and variance over the rows of the global batch. There is one
-    collective instead of three, and a replica without rows adds nothing.
+    For `BatchNormalization(synchronized=True)`. There is one collective instead of
+    three, and a replica without rows adds nothing.
     """
     hooks = current.hooks
     if hooks is None or hooks.workers.replicas == 1:
@@ -387,7 +387,7 @@ def apply(
 def accumulate(
     original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any
 ) -> Any:
-    """Replace `_backend_apply_gradients`: reduce in the step that updates."""
+    """Replace `_backend_apply_gradients`: accumulate; reduce in steps that update."""
     facets = current_facets()
     hooks: KerasHooks | None = facets.hooks
     if hooks is not None and current.window:
@@ -406,7 +406,7 @@ def accumulate(
 def clip_gradients(
     original: Callable[..., Any], optimizer: Any, grads: Sequence[Any]
 ) -> Any:
-    """Replace `BaseOptimizer._clip_gradients`: see `apply`."""
+    """Replace `_clip_gradients`: clip the sum of the replicas in a custom loop."""
     if current.scale != 1:
         grads = [None if g is None else g * current.scale for g in grads]
     return original(optimizer, grads)
@@ -442,10 +442,10 @@ def open_window(optimizer: Any) -> list[Any]:
 
 
 def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any:
-    """Replace `BaseOptimizer.finalize_variable_values`, at the end of `fit`.
+    """Replace `finalize_variable_values`: take the mean of the workers' averages.
 
-    It overwrites the weights with their averages. Each asynchronous worker has its own
-    averages, so their mean is taken.
+    At the end of `fit` it overwrites the weights with their averages (EMA), and each
+    asynchronous worker has its own.
     """
     hooks = hooks_of(getattr(optimizer, "_distribution_strategy", None))
     if hooks is not None and hooks.dynamic is not None and optimizer.use_ema:
@@ -456,10 +456,9 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
 
 
 def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
-    """Replace `BaseOptimizer._get_current_learning_rate`.
+    """Replace `_get_current_learning_rate`: evaluate at the steps of all workers.
 
-    A schedule is evaluated at the step count of all workers, and the factor of
-    `ScaleLearningRate` is applied: see `learning_rate`.
+    The factor of `ScaleLearningRate` is applied, too: see `learning_rate`.
     """
     return scaled(optimizer, _unscaled(original, optimizer))
 

@@ -136,10 +136,10 @@ def reduce_per_replica(
 def make_function(
     original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Replace `_make_function`, which makes the train and the test function.
+    """Replace `_make_function`: count a step's rows, and raise the lost worker.
 
-    Each step knows its rows; `*_on_batch` gets this worker's part of the batch; the
-    error after a loss is that of the lost worker instead of a failed operation.
+    It makes the train and the test function. `*_on_batch` gets this worker's part of
+    the batch; the error after a loss isn't that of a failed operation.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     timer = timer_of(trainer.distribute_strategy) if current.training else None
@@ -279,10 +279,10 @@ def make_function(
 def receive_batch(
     original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Replace `_autoconvert_optionals`, which processes every batch.
+    """Replace `_autoconvert_optionals`: unwrap the batches of kerasdist's datasets.
 
-    It unwraps the batches of kerasdist's datasets, and drops the predictions of a
-    replica without rows.
+    It processes every batch; here it also drops the predictions of a replica without
+    rows.
     """
     hooks = hooks_of(trainer.distribute_strategy)
     converted = original(trainer, step_function)
@@ -353,10 +353,10 @@ def symbolic_build(
     iterator: Any = None,
     data_batch: Any = None,
 ) -> Any:
-    """Replace `_maybe_symbolic_build`, which averages the replicas' batches.
+    """Replace `_maybe_symbolic_build`: build from one replica's batch, or the step.
 
-    The average would be a collective for the shapes alone, and doesn't exist for
-    strings or for unequal parts.
+    Keras averages the replicas' batches. That would be a collective for the shapes
+    alone, and doesn't exist for strings or for unequal parts.
     """
     strategy = trainer.distribute_strategy
     hooks = hooks_of(strategy)

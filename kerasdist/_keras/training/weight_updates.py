@@ -36,7 +36,7 @@ def sgd_step(
     variable: Any,
     learning_rate: Any,
 ) -> Any:
-    """Replace `SGD.update_step`."""
+    """Replace `SGD.update_step`: one operation, no memory for intermediate results."""
     if not current.reduced or not _is_plain(gradient, variable):
         return original(optimizer, gradient, variable, learning_rate)
     rate = tf.cast(learning_rate, variable.dtype)
@@ -91,7 +91,7 @@ def _same_device(distributed: Any, variable: Any) -> Any | None:
 def add_rows(
     original: Callable[..., Any], optimizer: Any, variable: Any, value: Any
 ) -> Any:
-    """Replace `TFOptimizer.assign_add`."""
+    """Replace `TFOptimizer.assign_add`: add slices of a row in one order everywhere."""
     update = tf.raw_ops.ResourceScatterNdAdd
     return _update_rows(original, update, optimizer, variable, value)
 
@@ -99,7 +99,7 @@ def add_rows(
 def subtract_rows(
     original: Callable[..., Any], optimizer: Any, variable: Any, value: Any
 ) -> Any:
-    """Replace `TFOptimizer.assign_sub`."""
+    """Replace `TFOptimizer.assign_sub`: likewise."""
     update = tf.raw_ops.ResourceScatterNdSub
     return _update_rows(original, update, optimizer, variable, value)
 

@@ -25,13 +25,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import (
-    ArrayData,
-    BatchIterable,
-    BatchIterator,
-    ItemData,
-    StepTimer,
-)
+from kerasdist._keras.data.arrays import ArrayData, BatchIterable, BatchIterator
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import StepTimer
 from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
@@ -44,6 +40,7 @@ from kerasdist.strategies.data.batch_split import (
 )
 from kerasdist.strategies.data.choice import checksum_of_batch
 from kerasdist.strategies.reduce.consensus import Consensus
+from kerasdist.strategies.reduce.workers import ReplicaLayout
 
 # Sources from which dynamic batches are read by their numbers.
 #
@@ -469,9 +466,9 @@ def _for_replicas(devices: Sequence[str], batch: Any) -> Any:
 
     if len(devices) == 1:
         return whole(batch, devices[0])
-    rows = count_rows(batch)
+    rows, layout = count_rows(batch), ReplicaLayout(0, len(devices), len(devices))
     parts = [
-        whole(part_of_batch(batch, rows, i, len(devices)), device)
+        whole(part_of_batch(batch, rows, i, layout), device)
         for i, device in enumerate(devices)
     ]
     return _tf.regroup(parts)

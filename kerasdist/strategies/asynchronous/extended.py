@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,8 +14,11 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, KerasHooks, LoopData, StepTimer
+from kerasdist._keras.data.arrays import ArrayData, LoopData
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import KerasHooks, StepTimer
 from kerasdist._tf.variables import OWN_DATA
+from kerasdist.collectives import gather_json
 from kerasdist.parameter_server import ServerClient, enter
 from kerasdist.placement.plan import counted
 from kerasdist.strategies.asynchronous.dynamic_batches import (
@@ -428,7 +430,9 @@ class AsyncEpochs:
         present = self.data.present
         steps = 0 if present is None else present.steps
         evidence = {} if present is None else present.source.evidence
-        every = self._facts({"steps": steps, "evidence": evidence})
+        every = gather_json(
+            self._workers.communicator, {"steps": steps, "evidence": evidence}
+        )
         # A worker may be missing in the next collective.
         ranks = self._workers.communicator.ranks
         self.weights.pull()
@@ -437,11 +441,6 @@ class AsyncEpochs:
         self.steps_of_all = sum(facts["steps"] for facts in every)
         if self.steps_of_all:
             self._consensus.average(statistics, steps / self.steps_of_all)
-
-    def _facts(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
-        gathered = self._workers.communicator.all_gather(text)
-        return [json.loads(each.tobytes()) for each in gathered]
 
     @property
     def joining(self) -> bool:

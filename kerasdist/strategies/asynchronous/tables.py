@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import own_steps
+from kerasdist._keras.learning_rate import own_steps
 from kerasdist._tf.variables import of_tensorflow
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist._keras import ArrayData, BatchIterator
+from kerasdist._keras.data.arrays import ArrayData, BatchIterator
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.strategies.reduce.workers import WHOLE, Cuts, ReplicaLayout, Workers
+from kerasdist.strategies.reduce.workers import WHOLE, ReplicaLayout, Workers
 
 # Epochs of arrays: a worker's rows of every batch, in an order common to all.
 
@@ -76,10 +76,7 @@ def order_of_items(length: int | None, shuffle: bool, seed: int, epoch: int) -> 
 def own_rows(
     order: npt.NDArray[np.int64],
     batch_size: int,
-    first: int,
-    local: int,
-    replicas: int,
-    cuts: Cuts = None,
+    layout: ReplicaLayout,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the samples of a worker's replicas, batch by batch.
 
@@ -88,24 +85,22 @@ def own_rows(
     Args:
         order: All samples in the order of the epoch.
         batch_size: Rows of the global batch.
-        first: Number of the worker's first replica over all workers.
-        local: Number of its replicas.
-        replicas: Number of replicas over all workers.
-        cuts: See `ReplicaLayout`.
+        layout: The numbers of the worker's replicas.
 
     Returns:
-        The samples, and the bounds between parts: part i, which is replica
-        `i % local`'s of batch `i // local`, is `samples[bounds[i]:bounds[i + 1]]`.
+        The samples, and the bounds between parts: part i, that of the worker's replica
+        `i % local` of batch `i // local`, is `samples[bounds[i]:bounds[i + 1]]`.
     """
     starts = np.arange(0, len(order), batch_size, dtype=np.int64)
     rows = np.minimum(batch_size, len(order) - starts)
-    replica = first + np.arange(local + 1, dtype=np.int64)
-    if cuts is None:
-        length, longer = rows // replicas, rows % replicas
+    replica = layout.first + np.arange(layout.local + 1, dtype=np.int64)
+    if layout.cuts is None:
+        length, longer = rows // layout.total, rows % layout.total
         edges = length[:, None] * replica[None, :]
         edges += np.minimum(replica[None, :], longer[:, None])
     else:
-        edges = rows[:, None] * np.asarray(cuts, np.int64)[None, replica] // WHOLE
+        cuts = np.asarray(layout.cuts, np.int64)
+        edges = rows[:, None] * cuts[None, replica] // WHOLE
     lengths = np.diff(edges).reshape(-1)
     begins = (starts[:, None] + edges[:, :-1]).reshape(-1)
     bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -118,14 +113,7 @@ def _sizes(samples: int, batch_size: int) -> set[int]:
     return {min(batch_size, samples), samples % batch_size} - {0}
 
 
-def same_length(
-    samples: int,
-    batch_size: int,
-    first: int,
-    local: int,
-    replicas: int,
-    cuts: Cuts = None,
-) -> int | None:
+def same_length(samples: int, batch_size: int, layout: ReplicaLayout) -> int | None:
     """Return the number of rows of all parts of a worker, or None if it varies.
 
     A step that is traced for one number of rows costs less than one for any. A replica
@@ -134,17 +122,15 @@ def same_length(
     Args:
         samples: Number of samples of an epoch.
         batch_size: Rows of the global batch.
-        first: Number of the worker's first replica over all workers.
-        local: Number of its replicas.
-        replicas: Number of replicas over all workers.
-        cuts: See `ReplicaLayout`; with these it varies from epoch to epoch.
+        layout: The numbers of the worker's replicas; with cuts between their rows it
+            varies from epoch to epoch.
     """
-    if cuts is not None:
+    if layout.cuts is not None:
         return None
     lengths = set()
     for rows in _sizes(samples, batch_size):
-        for replica in range(first, first + local):
-            part = equal_part(rows, replicas, replica)
+        for replica in range(layout.first, layout.first + layout.local):
+            part = equal_part(rows, layout.total, replica)
             lengths.add(part.stop - part.start)
     return lengths.pop() or None if len(lengths) == 1 else None
 
@@ -223,9 +209,8 @@ class ArrayParts:
         Keras drops an epoch's iterator before it makes the next one.
         """
         self._order = order
-        self._samples, self._bounds = own_rows(
-            order, self._data.batch_size, *self._layout
-        )
+        size = self._data.batch_size
+        self._samples, self._bounds = own_rows(order, size, self._layout)
 
     def dataset(self, take: Callable[[Any, Any, Any], Any], first: int = 0) -> Any:
         """Return the dataset of the parts of the epoch that has begun when it's read.
@@ -236,7 +221,7 @@ class ArrayParts:
         """
         data, layout = self._data, self._layout
         batches = -(-data.samples // data.batch_size)
-        known = same_length(data.samples, data.batch_size, *layout)
+        known = same_length(data.samples, data.batch_size, layout)
 
         def rows(part: Any) -> Any:
             chosen = tf.numpy_function(self._rows_of, [part], tf.int64)
@@ -399,8 +384,7 @@ def part_of_batch(
     batch: Any,
     rows: Any,
     replica: int,
-    replicas: int,
-    cuts: Cuts = None,
+    layout: ReplicaLayout,
     *,
     whole: bool = True,
 ) -> Any:
@@ -413,31 +397,29 @@ def part_of_batch(
         batch: A nest of tensors whose first dimensions count rows.
         rows: Number of rows of the batch's first tensor, a scalar int64 tensor.
         replica: The replica's number over all workers.
-        replicas: Number of replicas over all workers.
-        cuts: See `ReplicaLayout`.
+        layout: A layout with the total and the cuts; its worker doesn't matter.
         whole: Whether `rows` are those of all replicas of the job.
     """
 
     def take(tensor: Any, start: Any, stop: Any) -> Any:
-        if cuts is None and isinstance(start, int) and start < stop:
+        if layout.cuts is None and isinstance(start, int) and start < stop:
             return slice_rows(tensor, start, stop)
         start, stop = (tf.convert_to_tensor(x, tf.int64) for x in (start, stop))
-        if cuts is not None:
+        if layout.cuts is not None:
             start, stop = varying(start), varying(stop)
         last = tf.maximum(tf.cast(count_rows(tensor), tf.int64) - 1, 0)
         first = tf.where(stop > start, start, last)
         return slice_rows(tensor, first, tf.maximum(stop, first + 1))
 
-    part = _divided(batch, replica, replicas, cuts, take)
-    return with_own_facts(part, rows, replica, replicas, cuts, whole=whole)
+    part = _divided(batch, replica, layout, take)
+    return with_own_facts(part, rows, replica, layout, whole=whole)
 
 
 def with_own_facts(
     part: Any,
     rows: Any,
     replica: int,
-    replicas: int,
-    cuts: Cuts = None,
+    layout: ReplicaLayout,
     *,
     whole: bool = True,
 ) -> Any:
@@ -447,17 +429,16 @@ def with_own_facts(
     """
     total = tf.convert_to_tensor(rows, tf.int64) if whole else None
     known = tf.get_static_value(rows)
-    if cuts is None and known is not None and known >= replicas:
+    if layout.cuts is None and known is not None and known >= layout.total:
         return with_facts(part, total)
-    start, stop = bounds_of_replica(rows, replica, replicas, cuts)
+    start, stop = bounds_of_replica(rows, replica, layout)
     return with_facts(part, total, tf.cast(stop - start, tf.int64))
 
 
 def _divided(
     batch: Any,
     replica: int,
-    replicas: int,
-    cuts: Cuts,
+    layout: ReplicaLayout,
     take: Callable[[Any, Any, Any], Any],
 ) -> Any:
     """Divide each tensor by its own rows: zipped datasets may differ in batch size."""
@@ -465,8 +446,7 @@ def _divided(
     def part(tensor: Any) -> Any:
         if not isinstance(tensor, tf.SparseTensor) and tensor.shape.rank == 0:
             return tensor
-        rows = count_rows(tensor)
-        return take(tensor, *bounds_of_replica(rows, replica, replicas, cuts))
+        return take(tensor, *bounds_of_replica(count_rows(tensor), replica, layout))
 
     return map_tensors(part, batch)
 
@@ -480,10 +460,10 @@ def varying(number: Any) -> Any:
 
 
 def bounds_of_replica(
-    rows: Any, replica: int, replicas: int, cuts: Cuts = None
+    rows: Any, replica: int, layout: ReplicaLayout
 ) -> tuple[Any, Any]:
     """Return a replica's first row, and the one after its last: numbers or tensors."""
-    known = tf.get_static_value(rows)
+    known, cuts, replicas = tf.get_static_value(rows), layout.cuts, layout.total
     if cuts is not None:
         whole = tf.cast(rows, tf.int64) if known is None else int(known)
         return whole * cuts[replica] // WHOLE, whole * cuts[replica + 1] // WHOLE
@@ -536,10 +516,7 @@ def split_part(data: Any) -> tuple[Any, Any, Any]:
 
 def slice_dataset(
     dataset: Any,
-    first: int,
-    local: int,
-    replicas: int,
-    cuts: Cuts = None,
+    layout: ReplicaLayout,
     wrap: Callable[[Any, Any, Any], Any] | None = None,
 ) -> Any:
     """Turn a dataset of global batches into one of this worker's parts of them.
@@ -547,24 +524,22 @@ def slice_dataset(
     Args:
         dataset: Its elements are global batches, the same ones in the same order
             on every worker.
-        first: Number of this worker's first replica over all workers.
-        local: Number of this worker's replicas.
-        replicas: Number of replicas over all workers.
-        cuts: See `ReplicaLayout`.
+        layout: The numbers of this worker's replicas.
         wrap: Makes the element of index, global batch and result of `part_of_batch`.
 
     Returns:
-        A dataset with `local` elements for each global batch: its replicas' parts
-        in order. Without `wrap` parts may have no rows.
+        A dataset with an element for each replica of the worker and global batch: their
+        parts in order. Without `wrap` parts may have no rows.
     """
 
     def part(index: Any, batch: Any, replica: int) -> Any:
         rows = count_rows(batch)
         if wrap is None:
-            return _divided(batch, replica, replicas, cuts, slice_rows)
-        return wrap(index, batch, part_of_batch(batch, rows, replica, replicas, cuts))
+            return _divided(batch, replica, layout, slice_rows)
+        return wrap(index, batch, part_of_batch(batch, rows, replica, layout))
 
-    parts = parts_of_replicas(dataset.enumerate(), range(first, first + local), part)
+    replicas = range(layout.first, layout.first + layout.local)
+    parts = parts_of_replicas(dataset.enumerate(), replicas, part)
     return read_ahead(parts, dataset)
 
 

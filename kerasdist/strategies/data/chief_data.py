@@ -28,14 +28,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import (
-    ArrayData,
-    BatchIterable,
-    BatchIterator,
-    GeneratorFacts,
-    StepTimer,
-    close_at_end,
-)
+from kerasdist._keras.data.arrays import ArrayData, BatchIterable, BatchIterator
+from kerasdist._keras.data.pydataset import GeneratorFacts, close_at_end
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline, iterator_dataset
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import (
@@ -65,7 +60,7 @@ from kerasdist.strategies.data.encoding import (
     size_of,
     unpack,
 )
-from kerasdist.strategies.reduce.workers import Cuts, Workers
+from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 
 # Batches that are kept ready.
 _AHEAD = 8
@@ -248,23 +243,23 @@ class _Reader:
 
 def own_rows_of(workers: Workers, structure: Any, leaves: list[Encoded]) -> Any:
     """Return this worker's part of a batch: per replica, if it has several."""
-    first, local, replicas, cuts = workers.layout
+    layout = workers.layout
     total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
     parts = []
-    for i, device in enumerate(workers.devices[:local]):
+    for i, device in enumerate(workers.devices[: layout.local], layout.first):
         with tf.device(device):
-            part = [_part(leaf, first + i, replicas, cuts) for leaf in leaves]
+            part = [_part(leaf, i, layout) for leaf in leaves]
             nest = tf.nest.pack_sequence_as(structure, part)
-            parts.append(with_own_facts(nest, total, first + i, replicas, cuts))
-    return parts[0] if local == 1 else _tf.regroup(parts)
+            parts.append(with_own_facts(nest, total, i, layout))
+    return parts[0] if layout.local == 1 else _tf.regroup(parts)
 
 
-def _part(leaf: Encoded, replica: int, replicas: int, cuts: Cuts) -> Any:
+def _part(leaf: Encoded, replica: int, layout: ReplicaLayout) -> Any:
     if leaf.kind == "none":
         return None
     if leaf.rows is None:
         return tf.convert_to_tensor(decode(leaf))
-    rows = slice(*bounds_of_replica(leaf.rows, replica, replicas, cuts))
+    rows = slice(*bounds_of_replica(leaf.rows, replica, layout))
     if rows.start == rows.stop:  # see `strategies.data.batch_split`
         rows = slice(max(leaf.rows - 1, 0), leaf.rows)
     if leaf.kind == "dense":

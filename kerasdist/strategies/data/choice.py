@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdist.collectives import Communicator
+from kerasdist.collectives import Communicator, gather_json
 from kerasdist.strategies.data.comparison import (
     ITS_OWN,
     Content,
@@ -30,7 +30,7 @@ from kerasdist.strategies.data.comparison import (
     Origin,
     hash_text,
 )
-from kerasdist.strategies.data.encoding import Encoded, gather_facts, size_of
+from kerasdist.strategies.data.encoding import Encoded, size_of
 from kerasdist.strategies.reduce.workers import Workers
 
 # Messages for users about data that differ between the workers.
@@ -355,7 +355,7 @@ class DataChoice:
             return "data='chief'"
         x, rest = content.digests()
         mine = {"form": content.form, "x": x, "rest": rest, "length": length}
-        every = gather_facts(communicator, mine | {"settings": settings})
+        every = gather_json(communicator, mine | {"settings": settings})
         ranks = communicator.ranks
         others = [r for r, each in zip(ranks, every, strict=True) if each != every[0]]
         if not others:
@@ -423,7 +423,7 @@ class DataChoice:
         order = str(hash_text(np.sort(whole).tobytes()))
         same_rest = len({theirs["rest"] for theirs in every}) == 1 and len(rest) > 0
         telling = same_rest and is_telling(rest)
-        orders = gather_facts(communicator, [order, telling])
+        orders = gather_json(communicator, [order, telling])
         if len({order for order, _ in orders}) == 1:
             self._remember(present, _ROWS)
             return "the same rows in another order", ""
@@ -466,7 +466,7 @@ def _check_shards(communicator: Communicator, name: str, origin: Origin) -> None
     Raises:
         ValueError: They are such datasets. All workers raise it.
     """
-    every = gather_facts(communicator, origin.shards)
+    every = gather_json(communicator, origin.shards)
     if any(shards != every[0] for shards in every):
         named = zip(communicator.ranks, every, strict=True)
         how = [f"rank {rank}: {_all(shards)}" for rank, shards in named]
@@ -488,7 +488,7 @@ def _by_origin(
     Raises:
         ValueError: The data are each worker's own part. All workers raise it.
     """
-    every = gather_facts(
+    every = gather_json(
         communicator,
         {
             "numbers": origin.numbers,
@@ -521,9 +521,7 @@ def _by_origin(
             rows = origin.rows[key]
             seen = Seen()
             seen.add(rows)
-            ordered = gather_facts(
-                communicator, str(hash_text(np.sort(rows).tobytes()))
-            )
+            ordered = gather_json(communicator, str(hash_text(np.sort(rows).tobytes())))
             if len(set(ordered)) > 1:
                 equal = [each == ordered[0] for each in ordered]
                 alike, of = _all_alike(communicator, rows, seen.count, equal)

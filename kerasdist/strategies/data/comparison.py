@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist._keras import GeneratorFacts
+from kerasdist._keras.data.pydataset import GeneratorFacts
 from kerasdist._tf.row_pipelines import inspect_pipeline
 from kerasdist.strategies.data.encoding import Encoded, encode
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist.collectives import Communicator
+from kerasdist.collectives import Communicator, gather_json
 
 # The chief's arrays on all workers.
 
@@ -37,16 +37,10 @@ def size_of(leaves: Sequence[Encoded]) -> int:
     return sum(array.nbytes for leaf in leaves for array in leaf.arrays)
 
 
-def gather_facts(communicator: Communicator, facts: Any) -> list[Any]:
-    """Return all workers' facts, which must be JSON."""
-    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    return [json.loads(each.tobytes()) for each in communicator.all_gather(text)]
-
-
 def chiefs_facts(communicator: Communicator, facts: dict[str, Any]) -> Any:
     """Return the chief's facts, which must be JSON."""
     mine = facts if communicator.rank == 0 else None
-    return gather_facts(communicator, mine)[0]
+    return gather_json(communicator, mine)[0]
 
 
 def chiefs_leaves(communicator: Communicator, leaves: Sequence[Encoded]) -> list[Any]:

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import StepTimer
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.collectives.row_exchange import equal_part
@@ -276,11 +276,11 @@ class OwnRows:
         self, pipeline: RowPipeline, layout: ReplicaLayout, same: SameBatches
     ) -> None:
         self._pipeline = pipeline
-        self._first, self._local, self._replicas, self._cuts = layout
+        self._layout = layout
         self._same = same
         start, stop = self._bounds(pipeline.batch_size)
         # Of a smaller batch a share may be a row more.
-        self._most = max(stop - start + (self._cuts is not None), 1)
+        self._most = max(stop - start + (layout.cuts is not None), 1)
 
     def divide(self, windows: Any, head: Sequence[Any] | None = None) -> Any:
         """Return a dataset of this worker's parts, as `slice_dataset` does.
@@ -299,7 +299,8 @@ class OwnRows:
         rows = self._pipeline.make_rows(windows.enumerate().flat_map(plain(own)))
         # Only whole batches: see above.
         batches = rows.batch(self._most, drop_remainder=True)
-        replicas = range(self._first, self._first + self._local)
+        layout = self._layout
+        replicas = range(layout.first, layout.first + layout.local)
         parts = parts_of_replicas(batches, replicas, self._part)
         return read_ahead(parts, windows).with_options(self._pipeline.options)
 
@@ -329,7 +330,7 @@ class OwnRows:
         totals, checksums = facts
         total = self._total(totals[0])
         begin, _ = self._bounds(total)
-        start, stop = bounds_of_replica(total, replica, self._replicas, self._cuts)
+        start, stop = bounds_of_replica(total, replica, self._layout)
         start, stop, own = start - begin, stop - begin, stop - start
         if isinstance(own, int):
             if not own:
@@ -337,12 +338,12 @@ class OwnRows:
         else:
             start = tf.where(own > 0, start, self._most - 1)
             stop = tf.maximum(stop, start + 1)
-        if self._cuts is not None:
+        if self._layout.cuts is not None:
             start, stop = (
                 varying(tf.convert_to_tensor(each, tf.int64)) for each in (start, stop)
             )
         part = slice_rows(rows, start, stop)
-        part = with_own_facts(part, total, replica, self._replicas, self._cuts)
+        part = with_own_facts(part, total, replica, self._layout)
         return {CHECKSUM: checksums[0], "batch": part}
 
     def _total(self, rows: Any) -> Any:
@@ -352,7 +353,7 @@ class OwnRows:
 
     def _bounds(self, total: Any) -> tuple[Any, Any]:
         """Return this worker's first row of a batch, and the one after its last."""
-        replicas, cuts = self._replicas, self._cuts
-        start, _ = bounds_of_replica(total, self._first, replicas, cuts)
-        last = self._first + self._local - 1
-        return start, bounds_of_replica(total, last, replicas, cuts)[1]
+        layout = self._layout
+        start, _ = bounds_of_replica(total, layout.first, layout)
+        last = layout.first + layout.local - 1
+        return start, bounds_of_replica(total, last, layout)[1]

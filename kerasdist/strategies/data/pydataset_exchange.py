@@ -33,7 +33,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from kerasdist._keras import ItemData, StepTimer
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import StepTimer
+from kerasdist.collectives import gather_json
 from kerasdist.strategies.data.batch_split import FetchedBatches, order_of_items
 from kerasdist.strategies.data.chief_data import ChiefFeed, own_rows_of
 from kerasdist.strategies.data.choice import REMEDIES, DataChoice
@@ -42,7 +44,6 @@ from kerasdist.strategies.data.encoding import (
     as_dtype,
     chiefs_facts,
     encode,
-    gather_facts,
     pack,
     unpack,
 )
@@ -302,7 +303,7 @@ class SharedItems:
 
     def _compare(self, facts: dict[str, Any]) -> list[Any]:
         """Compare facts over the workers; return all workers' checksums."""
-        every = gather_facts(self.workers.communicator, facts)
+        every = gather_json(self.workers.communicator, facts)
         checksums = [other.pop("checksums", None) for other in every]
         ranks = self.workers.communicator.ranks
         for rank, other in zip(ranks, every, strict=True):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import gzip
-import json
 import threading
 import time
 from collections.abc import Iterable
@@ -206,21 +204,6 @@ class StepTimes:
         """Return them with some of the numbers multiplied."""
         scaled = {name: by * getattr(self, name) for name in names}
         return dataclasses.replace(self, **scaled)
-
-
-def gather(communicator: Communicator, mine: Any) -> list[Any]:
-    """Give every worker's value to all workers, which call it at the same point.
-
-    Args:
-        communicator: The communicator of the workers.
-        mine: This worker's value, of what JSON has.
-
-    Returns:
-        All workers' values, in rank order.
-    """
-    text = gzip.compress(json.dumps(mine).encode(), 1)
-    every = communicator.all_gather(np.frombuffer(text, np.uint8))
-    return [json.loads(gzip.decompress(part.tobytes())) for part in every]
 
 
 # Recorders of the spans of communication.

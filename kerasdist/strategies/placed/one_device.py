@@ -21,8 +21,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kerasdist import _keras, _tf
-from kerasdist._keras import LayerFacts
+from kerasdist import _tf
+from kerasdist._keras.placement.layers import LayerFacts
+from kerasdist._keras.training.state import copied_to, whole_state
 from kerasdist._tf.variables import facets_of
 from kerasdist.placement.patterns import Patterns
 from kerasdist.strategies.placed.placer import Placer
@@ -69,12 +70,12 @@ def on_one_device(model: Any) -> Iterator[None]:
     """
     facets = facets_of(model.distribute_strategy)
     first = facets.placer.devices[0]
-    state = _keras.whole_state(model)
+    state = whole_state(model)
     _check_room(first, sum(_bytes(v) for v in state if v.device != first))
     kept = [(v, v.numpy()) for v in state if v.device == first]
     before = facets.placer, facets.micro_batches, facets.rematerialize
     try:
-        with _keras.copied_to(model, first):
+        with copied_to(model, first):
             facets.placer = _OneDevice(facets.placer)
             facets.micro_batches, facets.rematerialize = 1, False
             yield

@@ -129,9 +129,6 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         rematerialize: Whether activations are recomputed instead of kept.
     """
 
-    # A function that two layers share is traced for the device of each.
-    _retrace_functions_for_each_device = True
-
     def __init__(
         self,
         container: Any,
@@ -142,6 +139,7 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         rematerialize: bool = False,
     ) -> None:
         super().__init__(container, placer.devices[0])
+        # A function that two layers share is traced for the device of each.
         self._retrace_functions_for_each_device = True
         # This process reads the data, wherever the layers are.
         self._host = _tf.canonical_device("CPU:0")

@@ -11,37 +11,41 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist import _keras, _tf
-from kerasdist._keras import LayerFacts, called_layer
+from kerasdist import _tf
+from kerasdist._keras.context import is_timed
+from kerasdist._keras.placement.layers import (
+    LayerFacts,
+    called_layer,
+    device_of_variable,
+)
+from kerasdist._keras.placement.micro_batches import dividing
+from kerasdist._keras.placement.rematerialize import rematerializing
 from kerasdist._tf import gradient_placement, graph_clocks
 from kerasdist._tf.graph_clocks import parts_of_operations, ran_graphs
 from kerasdist.placement.patterns import Patterns
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.devices import resolve_devices
 from kerasdist.strategies.measure.stages import StageClock
+from kerasdist.strategies.options import check_positive
 from kerasdist.strategies.placed.report import Names, StepPlaces, places_of
 from kerasdist.strategies.reduce.sparse_parts import merge_micro_batches
 
 # Micro-batches of a placed model: GPipe's schedule in TensorFlow's executor.
 
 
-def check_micro_batches(micro_batches: Any) -> int:
-    """Return the number of micro-batches.
+def check_micro_batches(micro_batches: Any) -> None:
+    """Check the number of micro-batches.
 
     Raises:
         ValueError: It isn't a positive integer.
     """
-    if (
-        not isinstance(micro_batches, int)
-        or isinstance(micro_batches, bool)
-        or micro_batches < 1
-    ):
-        raise ValueError(
-            "`micro_batches` must be a positive integer: into how many parts each "
-            f"batch is divided. Received: micro_batches={micro_batches!r}. Write 1 for "
-            "none, or 4 times the number of devices to keep them busy."
-        )
-    return micro_batches
+    check_positive(
+        "`micro_batches` must be a positive integer: into how many parts each batch is "
+        "divided",
+        "micro_batches",
+        micro_batches,
+        " Write 1 for none, or 4 times the number of devices to keep them busy.",
+    )
 
 
 @contextlib.contextmanager
@@ -64,14 +68,14 @@ def in_micro_batches(
     graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else len(graph.get_operations())
     with (
-        _keras.dividing(micro_batches, _merge_slices) as marks,
-        _keras.rematerializing(rematerialize),
+        dividing(micro_batches, _merge_slices) as marks,
+        rematerializing(rematerialize),
     ):
         yield
     if graph is None:
         return
     graph_clocks.order_parts(graph, marks.found)
-    if clock is not None and _keras.is_timed():
+    if clock is not None and is_timed():
         clock.mark(graph, first, marks.found)
 
 
@@ -204,7 +208,7 @@ class Placer:
 
     def new_variable(self) -> str:
         """Return the device of the variable that this thread is creating."""
-        return _keras.device_of_variable() or self.stage or self.devices[0]
+        return device_of_variable() or self.stage or self.devices[0]
 
     def check(self, layers: Iterable[LayerFacts]) -> None:
         """See `LayerPlacer`."""

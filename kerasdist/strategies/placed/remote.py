@@ -20,7 +20,6 @@ failure detector notices a lost worker, and ends all waits for it.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -32,14 +31,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf, errors
 from kerasdist._tf import patches, remote
 from kerasdist.cluster import Cluster
 from kerasdist.cluster.address import split_address
-from kerasdist.collectives import connect
+from kerasdist.collectives import connect, gather_json
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.connect import Job
 from kerasdist.strategies.options import close_at_exit, forget
@@ -103,19 +101,9 @@ class RemoteDevices:
         ).start()
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        """See `StrategyJob`."""
-        return self.job.replicas
-
-    @property
     def communicator(self) -> Any:
         """See `StrategyJob`."""
         return self.job.communicator
-
-    @property
-    def announcements(self) -> None:
-        """See `StrategyJob`; the others don't run the script."""
-        return None
 
     def failure(self, error: BaseException) -> errors.CollectiveError | None:
         """Return the lost worker behind TensorFlow's error; None for another cause.
@@ -249,10 +237,7 @@ def _start(job: Job, deadline: Deadline, in_use: bool) -> tuple[list[str], list[
         _Serving.server, port = remote.serve_devices(kind, index, host)
         mine = f"{host}:{port}"
     _LOG.warning("kerasdist: %s", report_unprotected(mine, narrow(mine), os.environ))
-    servers = [
-        part.tobytes().decode()
-        for part in ring.all_gather(np.frombuffer(mine.encode(), np.uint8))
-    ]
+    servers = gather_json(ring, mine)
     _dial_all(job, servers)
     names = [f"/job:{kind}/replica:0/task:{index}" for kind, index in tasks]
     if ring.rank == 0:
@@ -300,10 +285,9 @@ def _dial_all(job: Job, servers: Sequence[str]) -> None:
         if rank != ring.rank
         and (reason := why_unreachable(address, _DIAL_SECONDS)) is not None
     }
-    gathered = ring.all_gather(np.frombuffer(json.dumps(found).encode(), np.uint8))
     missing: dict[int, str] = {}
-    for rank, part in enumerate(gathered):
-        for other, reason in json.loads(part.tobytes()).items():
+    for rank, reasons in enumerate(gather_json(ring, found)):
+        for other, reason in reasons.items():
             missing.setdefault(int(other), f"from rank {rank}: {reason}")
     if not missing:
         return

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kerasdist.collectives import gather_json
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.placement.plan import counted
 from kerasdist.strategies.reduce.workers import Workers
@@ -76,10 +77,12 @@ class Consensus:
 
     def texts(self, text: str) -> dict[int, str]:
         """Return each worker's text by its rank; lost workers are missing."""
-        mine = np.frombuffer(f"{self._workers.rank} {text}".encode(), np.uint8)
-        every = self._workers.communicator.all_gather(mine)
-        parts = [one.tobytes().decode().partition(" ") for one in every]
-        return {int(rank): text for rank, _, text in parts}
+        return self.facts(text)
+
+    def facts(self, value: Any) -> dict[int, Any]:
+        """Return each worker's value, which is JSON, as `texts` does."""
+        every = gather_json(self._workers.communicator, [self._workers.rank, value])
+        return {int(rank): theirs for rank, theirs in every}
 
     def average(self, variables: Sequence[Any], share: float | None = None) -> None:
         """Set each variable to its mean over all replicas of all workers.

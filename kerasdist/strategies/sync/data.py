@@ -12,7 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, StepTimer, random_seed
+from kerasdist._keras.data.arrays import ArrayData, random_seed
+from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline, row_pipeline
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.collectives.row_exchange import equal_part
@@ -173,7 +175,7 @@ class SharingExtended(_tf.MirroredExtended):
             return own
         part = dataset
         if not self.workers.is_alone:
-            part = slice_dataset(dataset, *self.workers.layout)
+            part = slice_dataset(dataset, self.workers.layout)
         made = self._from_function(lambda _: part, options)
         WHOLE_DATA.set(made, dataset)
         return made
@@ -219,7 +221,7 @@ class SharingExtended(_tf.MirroredExtended):
         return made
 
     def _make_dataset_iterator(self, dataset: Any) -> Any:
-        part = slice_dataset(dataset, *self.workers.layout)
+        part = slice_dataset(dataset, self.workers.layout)
         return self._make_input_fn_iterator(lambda _: part)
 
     def _make_input_fn_iterator(
@@ -304,10 +306,10 @@ class SynchronousData:
 
     def own_rows(self, batch: Any) -> Any:
         """Return this worker's rows of a global batch: per replica if several."""
-        first, local, replicas, cuts = self._workers.data_layout
+        layout = self._workers.data_layout
         if self.shards and self._workers.size > 1:
             batch = self.verify_or_adopt_batch(batch)
-        if replicas == 1:
+        if layout.total == 1:
             # Outside of graphs nothing else converts arrays to tensors.
             return tf.nest.map_structure(
                 lambda x: tf.convert_to_tensor(x) if isinstance(x, np.ndarray) else x,
@@ -316,10 +318,10 @@ class SynchronousData:
         batch = map_tensors(tf.convert_to_tensor, batch)
         rows = count_rows(batch)
         parts = [
-            part_of_batch(batch, rows, first + i, replicas, cuts, whole=self.shards)
-            for i in range(local)
+            part_of_batch(batch, rows, i, layout, whole=self.shards)
+            for i in range(layout.first, layout.first + layout.local)
         ]
-        return parts[0] if local == 1 else _tf.regroup(parts)
+        return parts[0] if layout.local == 1 else _tf.regroup(parts)
 
     def verify_or_adopt_batch(self, batch: Any) -> Any:
         """Return a global batch that is the same on all workers."""
@@ -388,15 +390,14 @@ class SynchronousData:
         """Return the iterable over this worker's own dataset, and its length."""
         self._given = GivenData(division="each worker's own data")
         own = self._extended.distribute_parts(
-            slice_dataset(dataset, *self._workers.data_layout, wrap=_own_part)
+            slice_dataset(dataset, self._workers.data_layout, wrap=_own_part)
         )
         OWN_DATA.set(own, False)
         return self._in_step(own, length)
 
     def _divide(self, dataset: Any) -> Any:
         """Return the iterable over this worker's parts of global batches."""
-        layout = self._workers.layout
-        parts = slice_dataset(dataset, *layout, wrap=self._same.wrap)
+        parts = slice_dataset(dataset, self._workers.layout, self._same.wrap)
         return self._extended.distribute_parts(parts)
 
     def _divide_rows(self, rows: RowPipeline) -> Callable[..., Any]:

@@ -11,8 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras import ArrayData, ItemData, KerasHooks, StepTimer
+from kerasdist._keras.data.arrays import ArrayData
+from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._keras.elastic.training_state import CheckpointFile
+from kerasdist._keras.protocols import KerasHooks, StepTimer
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.choice import SameBatches, in_elastic_job
 from kerasdist.strategies.data.own_rows import has_own_policy, is_by_file
@@ -68,7 +70,7 @@ class DataAlone(SynchronousData):
 class ElasticData(SynchronousData):
     """Iterables that go on, in the midst of an epoch, for other workers.
 
-    They yield `_keras.RepeatableIterator`s, except for each worker's own data. All
+    They yield `RepeatableIterator`s, except for each worker's own data. All
     other data must be the same on all workers, also with data="auto": the chief's can't
     be used in their place, because the chief may be lost.
 

@@ -21,7 +21,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist._keras import GradientHooks, KerasHooks, OnceLogger, StateHooks
+from kerasdist._keras.context import gradients_are_reduced
+from kerasdist._keras.protocols import GradientHooks, KerasHooks, StateHooks
+from kerasdist._keras.tracebacks import OnceLogger
+from kerasdist._keras.unscoped_models import begin_use, end_use
 from kerasdist._tf import patches
 from kerasdist._tf.variables import COMPILED, StrategyExtensions, distribute_copies
 from kerasdist.cluster import Cluster
@@ -92,7 +95,7 @@ class SynchronousExtended(SharingExtended):
         self.kerasdist = StrategyExtensions(
             hooks=self._make_hooks(options, timer),
             timer=timer,
-            in_lockstep=_keras.gradients_are_reduced,
+            in_lockstep=gradients_are_reduced,
         )
 
     def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
@@ -401,7 +404,7 @@ class DataParallelStrategy(BlockStrategy):
             super().__init__(extended(self, devices, job, options))
             _keras.install()
             patches.install("core")
-            _keras.begin_use(self.extended.kerasdist.hooks)
+            begin_use(self.extended.kerasdist.hooks)
             if job.communicator.size > 1:
                 _tf.set_global_seed_if_none(self.extended.common_seed)
         except BaseException as error:
@@ -517,7 +520,7 @@ class DataParallelStrategy(BlockStrategy):
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        _keras.end_use(self.extended.kerasdist.hooks)
+        end_use(self.extended.kerasdist.hooks)
         if self._finalizer.detach() is not None:
             self._leave_job(error)
         if error is not None or not self._shares_job:

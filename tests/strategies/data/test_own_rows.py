@@ -47,12 +47,12 @@ PIPELINES = [
 
 @pytest.mark.parametrize("number", range(len(PIPELINES)))
 def test_parts_are_those_of_whole_batches(number):
-    make, layout = PIPELINES[number]
+    make, layout = PIPELINES[number][0], ReplicaLayout(*PIPELINES[number][1])
     same = SameBatches(None)
     pipeline = row_pipeline(make())
     assert not isinstance(pipeline, str), pipeline
-    whole = list(slice_dataset(make(), *layout, wrap=same.wrap))
-    own = OwnRows(pipeline, ReplicaLayout(*layout), same)
+    whole = list(slice_dataset(make(), layout, wrap=same.wrap))
+    own = OwnRows(pipeline, layout, same)
     own = list(own.divide(pipeline.windows))
     assert len(own) == len(whole) > 0
     for ours, theirs in zip(own, whole, strict=True):

@@ -130,9 +130,9 @@ with strategy.scope():
     refusals.append(refused(lambda: set_distribution(D.DataParallel())))
 
 # As at the beginning of a script that has options.
-from kerasdist import _keras
+from kerasdist._keras.distribution import set_distribution_owner
 
-_keras.set_distribution_owner(None)
+set_distribution_owner(None)
 kerasdist.enable_keras_distribution(strategy)
 kerasdist.enable_keras_distribution(strategy)
 refusals += [
