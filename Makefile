@@ -186,8 +186,8 @@ bench-fit: $(VENV)/.bench .venv-legacy/.created
 bench-overlap: $(VENV)/.bench
 	$(BIN)/python benchmarks/overlap/run.py
 
-bench-compression: $(VENV)/.bench
-	$(BIN)/python benchmarks/compression/run.py
+bench-compression: $(VENV)/.bench .venv-torch/.created
+	$(BIN)/python benchmarks/compression/run.py --torch .venv-torch/bin/python
 
 bench-local-steps: $(VENV)/.bench
 	$(BIN)/python benchmarks/local_steps/run.py

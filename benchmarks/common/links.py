@@ -52,6 +52,7 @@ def start_on_hosts(
     command: Sequence[str],
     env: Mapping[str, str],
     place: int = 0,
+    python: str = sys.executable,
 ) -> Team:
     """Start a job of two workers, one on each host.
 
@@ -62,12 +63,13 @@ def start_on_hosts(
         command: Of each process; the rank follows it, then the number of workers.
         env: What is special about their environment.
         place: A number of this job's own, for its ports.
+        python: That of another environment.
     """
     addresses = [f"{hosts.address(h)}:{5000 + 10 * place + h}" for h in range(2)]
     secret = secrets.token_hex(32)
     return driver.start(
         name,
-        lambda rank: [*hosts.prefix(rank), sys.executable, *command, str(rank), "2"],
+        lambda rank: [*hosts.prefix(rank), python, *command, str(rank), "2"],
         2,
         lambda rank: {**quiet_env(), **cluster_env(addresses, rank, secret), **env},
     )

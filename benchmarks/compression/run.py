@@ -2,9 +2,11 @@
 
     make bench-compression     # as root: it makes hosts out of network namespaces
 
-Two workers on two hosts, each bound to one core, train the MLP of `benchmarks/fit`: 16
-MB of gradients. The link is shaped to 100 Mbit/s, 1 and 10 Gbit/s. Bytes are those that
-host 0 has sent, by the counter of its interface.
+Two workers on two hosts, each bound to one core, train three models of
+`benchmarks/fit`. The link is shaped to 100 Mbit/s, 1 and 10 Gbit/s. Bytes are those
+that host 0 has sent in a step, by the counter of its interface, and what the compressor
+counts, where that doesn't depend on rows. torch's `PowerSGDState` does the same for the
+MLP.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from common import (
     arguments,
     bytes_sent,
     median,
+    plot,
     shape,
     start_on_hosts,
     table,
@@ -31,6 +34,7 @@ from common import (
 )
 
 PLAYER = str(HERE.parent / "fit" / "player.py")
+TORCH_PLAYER = str(HERE / "torch_player.py")
 # Bits per second, and steps in a round: a step takes a second on the slow link.
 LINKS = {
     "100 Mbit/s": (100_000_000, 4),
@@ -45,25 +49,23 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "topk, 0.001": {"compression": "topk"},
     "local_steps=4": {"local_steps": 4},
 }
+MODELS = ["mlp", "convnet", "lstm"]
+# The same MLP in torch, with the kinds of `torch_player`.
+TORCH = {"torch, whole": "whole", "torch, powersgd, rank 2": "powersgd"}
 
 
-def main() -> None:
-    parser = arguments(__doc__, HERE)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+def measure(model: str, names: list[str], links: list[str], options: Any) -> Any:
+    """Measure a model's columns; return bytes by the interface and ours, and seconds.
+
+    The columns take turns on each link.
+    """
     rounds = 1 if options.quick else options.rounds
-    names = ["factors"] if options.quick else list(COLUMNS)
-    links = ["10 Gbit/s"] if options.quick else list(LINKS)
-    report = Report(
-        "A step of the MLP of 16 MB with two workers, by what is sent",
-        options.output,
-        repeats=f"{rounds} rounds",
-    )
     seconds: dict[str, dict[str, list[float]]] = {link: {} for link in links}
     sent: dict[str, float] = {}
+    counted: dict[str, float] = {}
     with two_hosts() as hosts, Driver() as driver:
         shape(hosts, LINKS["10 Gbit/s"][0])
-        command = [PLAYER, "ring", "mlp", driver.path]
+        command = [PLAYER, "ring", model, driver.path]
         teams = {
             name: start_on_hosts(
                 *(driver, hosts, name, command),
@@ -72,8 +74,14 @@ def main() -> None:
             )
             for place, name in enumerate(names)
         }
+        peers = TORCH if options.torch and model == "mlp" else {}
+        for place, (name, kind) in enumerate(peers.items()):
+            teams[name] = start_on_hosts(
+                *(driver, hosts, name, [TORCH_PLAYER, driver.path, kind], {}),
+                *(len(names) + place, options.torch),
+            )
         for name, team in teams.items():
-            team.order({"steps": 4})
+            counted[name] = team.order({"steps": 4})[0].get("bytes") or 0
             # All steps of a call, with those of its beginning: the rest is left out.
             short, long = (
                 _sent_in(hosts, team, steps)
@@ -89,18 +97,52 @@ def main() -> None:
                     answers = team.order({"steps": steps})
                     found = max(answer["seconds"] for answer in answers)
                     seconds[link].setdefault(name, []).append(found)
-    report.data.update(seconds=seconds, sent=sent)
-    rows = [
-        [
-            name,
-            f"{sent[name] / 1e6:.2f}",
-            *(f"{median(seconds[link][name]) * 1e3:.0f}" for link in links),
+    return sent, counted, seconds
+
+
+def main() -> None:
+    parser = arguments(__doc__, HERE)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--torch", help="the Python of an environment with torch")
+    options = parser.parse_args()
+    models = ["mlp"] if options.quick else MODELS
+    names = ["factors"] if options.quick else list(COLUMNS)
+    links = ["10 Gbit/s"] if options.quick else list(LINKS)
+    report = Report(
+        "A step of three models with two workers, by what is sent",
+        options.output,
+        repeats=f"{options.rounds} rounds",
+    )
+    for model in models:
+        sent, counted, seconds = measure(model, names, links, options)
+        medians = {
+            name: [median(seconds[link][name]) * 1e3 for link in links] for name in sent
+        }
+        rows = [
+            [
+                name,
+                f"{sent[name] / 1e6:.2f}",
+                f"{counted[name] / 1e6:.2f}" if counted[name] else "",
+                *(f"{each:.0f}" for each in medians[name]),
+            ]
+            for name in sent
         ]
-        for name in names
-    ]
-    report.data["rows"] = rows
-    heads = [f"ms at {link}" for link in links]
-    report.add(table(["", "MB sent per step", *heads], rows))
+        report.data[model] = {
+            "seconds": seconds,
+            "sent": sent,
+            "counted": counted,
+            "rows": rows,
+        }
+        heads = [f"ms at {link}" for link in links]
+        report.add(table([model, "MB sent", "counted", *heads], rows))
+        if not options.quick:
+            rates = [LINKS[link][0] / 1e6 for link in links]
+            lines = {
+                name: list(zip(rates, each, strict=True))
+                for name, each in medians.items()
+            }
+            path = report.folder / f"{model}.svg"
+            plot(path, lines, "Mbit/s", "ms per step")
     report.write()
 
 

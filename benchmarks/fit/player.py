@@ -219,6 +219,7 @@ def answer(order: dict[str, Any]) -> Any:
     found = {**per_step, "examples": BATCH / per_step["seconds"]}
     if MODE == "ring":
         found["bucket_size"] = strategy.extended.workers.bucket_size
+        found["bytes"] = strategy.extended.workers.memories.figures().get("bytes_after")
     return found
 
 

@@ -88,7 +88,7 @@ BENCHMARKS = {
             *("wire", "heartbeats", "membership", "memory_startup", "compression"),
             *("local_steps", "balance", "overlap", "server_throughput", "pipeline"),
             *("placement_memory", "planning_time", "chief_data", "epoch_check"),
-            *("local_replicas", "board_cost"),
+            *("local_replicas", "board_cost", "tuning"),
         )
     },
     "all_reduce": ["--columns", "memcpy", "shared_memory", "tcp"],
@@ -106,11 +106,11 @@ HOLDS = {
         (used := r["samples"]["training"]["100"])["bytes"] == 56 * used["frames"]
     ),
     "memory_startup": lambda r: r["medians"]["run"]["gradient_bytes"] == 4 * 3_962_890,
-    "compression": lambda r: 0 < r["sent"]["factors"] < 16e6,
+    "compression": lambda r: 0 < r["mlp"]["sent"]["factors"] < 16e6,
     "staleness": lambda r: r["results"]["s=0"]["2"][0]["accuracy"][-1] > 0.5,
     "pipeline": lambda r: len({round(loss, 4) for loss in r["loss"].values()}) == 1,
 }
-ON_HOSTS = ("wire", "overlap", "compression", "local_steps")
+ON_HOSTS = ("wire", "overlap", "compression", "local_steps", "tuning")
 
 
 @pytest.mark.parametrize(
