@@ -27,6 +27,7 @@ from keras.src.utils import file_utils
 
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
+from kerasdist._tf.patching import Original
 
 
 @dataclasses.dataclass
@@ -66,7 +67,7 @@ class ChiefFailover:
 
     def keep(
         self,
-        original: Callable[..., Any],
+        original: Original,
         callback: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import keras
 
+from kerasdist._tf.patching import Original
+
 # The name under which Keras keeps the distribution, for each thread.
 _ATTRIBUTE = "distribution"
 
@@ -56,7 +58,7 @@ def set_distribution_owner(owner: DistributionOwner | None) -> None:
     _HOLDER.owner = owner
 
 
-def set_global_attribute(original: Callable[..., Any], name: str, value: Any) -> Any:
+def set_global_attribute(original: Original, name: str, value: Any) -> Any:
     """Replace Keras's function of that name: a distribution begins a scope.
 
     All that sets a distribution calls it, also functions that a script has imported by

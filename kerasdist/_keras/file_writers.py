@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from kerasdist._keras.protocols import (
     hooks_of,
 )
 from kerasdist._keras.unscoped_models import writer_hooks
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import OWN_FILES, is_distributed, outside_of_scopes
 from kerasdist.errors import CollectiveTimeout
 
@@ -315,7 +316,7 @@ class Backup:
     batches: int = 0
 
 
-def write_backup(original: Callable[..., Any], self: Any) -> None:
+def write_backup(original: Original, self: Any) -> None:
     """Replace `BackupAndRestore._save_model`, on the chief: add training's progress."""
     original(self)
     progress = _progress(self)
@@ -368,9 +369,7 @@ def _progress(callback: Any) -> tuple[int, int] | None:
     return steps, int(callback._last_batch_seen) + 1 if inside else 0
 
 
-def on_chief_only(
-    original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
-) -> Any:
+def on_chief_only(original: Original, callback: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a callback's method that writes: only the chief does it."""
     # `set_model` is called before the callback has one.
     model = callback.model if callback.model is not None else (args or [None])[0]
@@ -408,9 +407,7 @@ def _is_chief(hooks: KerasHooks) -> bool:
     return hooks.workers.rank == 0 and not joining
 
 
-def save_state(
-    original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
-) -> Any:
+def save_state(original: Original, callback: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a callback's saving: the chief writes, with metrics of all workers.
 
     Each worker's variables hold its part of them: all workers take part in their sum.
@@ -423,7 +420,7 @@ def save_state(
     return on_chief_only(original, callback, *args, **kwargs)
 
 
-def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -> Any:
+def write(original: Original, saved: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace what saves a model or an archive: the chief writes, the others wait."""
     hooks = writer_hooks(saved)
     if hooks is None or current.writing:
@@ -445,7 +442,7 @@ def write(original: Callable[..., Any], saved: Any, *args: Any, **kwargs: Any) -
 
 
 def write_checkpoint(
-    original: Callable[..., Any], saved: Any, file_prefix: str, options: Any = None
+    original: Original, saved: Any, file_prefix: str, options: Any = None
 ) -> str:
     """Replace the writing of `tf.train.Checkpoint`: the others wait for the chief.
 
@@ -496,9 +493,7 @@ def _copy_checkpoint(source: str, file_prefix: str) -> None:
         tf.io.gfile.copy(path, target, overwrite=True)
 
 
-def write_checkpoint_state(
-    original: Callable[..., Any], *args: Any, **kwargs: Any
-) -> None:
+def write_checkpoint_state(original: Original, *args: Any, **kwargs: Any) -> None:
     """Replace the naming of a folder's latest checkpoint: only the chief does it."""
     if not current.following:
         original(*args, **kwargs)
@@ -512,7 +507,7 @@ def _distributed_in(saved: Any) -> list[Any]:
 
 
 def finish_background(
-    original: Callable[..., Any], callback: Any, *args: Any, **kwargs: Any
+    original: Original, callback: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Replace the wait for writing in the background: the others wait for the chief."""
     model = callback.model
@@ -528,13 +523,13 @@ def finish_background(
     return None
 
 
-def outside(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def outside(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Replace what one rank alone may call: run it outside of the scope."""
     with _leaving(current_hooks()):
         return original(*args, **kwargs)
 
 
-def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def load(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Replace what loads a file: explain why one that was saved is missing.
 
     Raises:

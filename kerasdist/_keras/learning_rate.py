@@ -17,7 +17,6 @@ So Keras's own schedulers work as in one process, whatever the order of callback
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -28,6 +27,7 @@ from keras.src.optimizers import base_optimizer
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.protocols import dynamic_hooks, hooks_of
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import OTHERS_STEPS, SCALING, of_tensorflow
 
 # The global step count that schedules and warm-up read.
@@ -278,7 +278,7 @@ def scaled(optimizer: Any, rate: Any) -> Any:
     return rate
 
 
-def set_rate(original: Callable[..., Any], optimizer: Any, rate: Any) -> None:
+def set_rate(original: Original, optimizer: Any, rate: Any) -> None:
     """Replace the setter of a `learning_rate`: take it as it is read, multiplied."""
     scaling = scaling_of(optimizer)
     if scaling is not None and not current.base_rate and not callable(rate):
@@ -299,9 +299,7 @@ def set_base_rate(optimizer: Any, rate: float) -> None:
         optimizer.learning_rate = rate
 
 
-def on_base_rate(
-    original: Callable[..., Any], self: Any, index: int, logs: Any = None
-) -> Any:
+def on_base_rate(original: Original, self: Any, index: int, logs: Any = None) -> Any:
     """Replace callbacks that set rates: they see the base rate, the logs the rate."""
     optimizer = getattr(self.model, "optimizer", None)
     several = hasattr(optimizer, "optimizers")

@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from kerasdist._tf.patching import Original
 from kerasdist.transport import log
 
 # Lines for the user, which the chief logs once.
@@ -31,7 +32,7 @@ class OnceLogger:
 
 
 def filter_frames(
-    original: Callable[..., Any], tb: types.TracebackType | None
+    original: Original, tb: types.TracebackType | None
 ) -> types.TracebackType | None:
     """Replace `_process_traceback_frames`: leave out frames of kerasdist, too.
 
@@ -50,9 +51,7 @@ def filter_frames(
     return kept or types.TracebackType(None, last, last.f_lasti, last_line)
 
 
-def show_cause(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def show_cause(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `_symbolic_build`: its error ends in the line that has failed.
 
     Keras builds a model in a strategy by calling it on shapes, and keeps only the text

@@ -33,6 +33,7 @@ from tensorflow.python.distribute.one_device_strategy import (
 from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import current_facets
 
 _SEPARATOR = "\0"
@@ -154,7 +155,7 @@ def device_of(tensors: Any) -> str:
 
 
 def record_device(
-    original: Callable[..., Any], op_name: str, inputs: Any, attrs: Any, outputs: Any
+    original: Original, op_name: str, inputs: Any, attrs: Any, outputs: Any
 ) -> None:
     """Replace `record_gradient`: record an operation's device for its gradient.
 
@@ -171,7 +172,7 @@ def record_device(
 
 
 def differentiate_on_device(
-    original: Callable[..., Any],
+    original: Original,
     op_name: str,
     attributes: Any,
     count: int,
@@ -198,7 +199,7 @@ def differentiate_on_device(
 
 
 def call_on_device(
-    original: Callable[..., Any],
+    original: Original,
     op_type: str,
     output_tensors: Any,
     input_tensors: Any,
@@ -222,7 +223,7 @@ def call_on_device(
     return original(op_type, output_tensors, input_tensors, function, *args, **kwargs)
 
 
-def add_on_device(original: Callable[..., Any], gradients: Any) -> Any:
+def add_on_device(original: Original, gradients: Any) -> Any:
     """Replace `_aggregate_grads`: add gradients where the first of them is.
 
     See 4. above.

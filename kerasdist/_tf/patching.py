@@ -36,6 +36,9 @@ from typing import Any
 
 from kerasdist.errors import KerasDistError
 
+# The first argument of a hook: the function that it replaces.
+Original = Callable[..., Any]
+
 _ABSENT = object()
 
 
@@ -174,7 +177,7 @@ class Wrapped(functools.partial):  # type: ignore[type-arg]
         return self.__qualname__  # type: ignore[attr-defined]
 
 
-def wrap(original: Callable[..., Any], hook: Callable[..., Any]) -> Wrapped:
+def wrap(original: Original, hook: Callable[..., Any]) -> Wrapped:
     """Return `original` with a hook around it."""
     wrapped = Wrapped(hook, original)
     functools.update_wrapper(wrapped, original)

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -16,6 +16,8 @@ from tensorflow.python import _pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.framework import c_api_util, errors_impl
+
+from kerasdist._tf.patching import Original
 
 _DIRECT = "no_grpc_proxy"
 # Set to "False": else an operation on a lost worker waits for ever for its return.
@@ -100,7 +102,7 @@ def drive_devices(
     context.context().update_server_def(_definition(cluster, job, index))
 
 
-def add_function(original: Callable[..., Any], context: Any, c_func: Any) -> None:
+def add_function(original: Original, context: Any, c_func: Any) -> None:
     """Replace `Context.add_c_function`: Python's other threads run while it waits.
 
     To add a function TensorFlow calls all tasks, and waits for ever for one that is
@@ -121,7 +123,7 @@ def add_function(original: Callable[..., Any], context: Any, c_func: Any) -> Non
     )
 
 
-def remove_function(original: Callable[..., Any], context: Any, name: Any) -> None:
+def remove_function(original: Original, context: Any, name: Any) -> None:
     """Replace `Context.remove_function`: likewise, and after a loss remove none.
 
     Python also deletes functions at the end of the process, with no thread left that

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, distribute_utils
 
+from kerasdist._tf.patching import Original
+
 # Facts that are kept about objects of Keras and TensorFlow: all of them.
 #
 # The objects themselves stay unchanged: Keras and TensorFlow track attributes, save
@@ -164,7 +166,7 @@ def outside_of_scopes() -> Iterator[None]:
         graph._variable_creator_stack = creators
 
 
-def keep_graph(original: Callable[..., Any], graphs: Any) -> None:
+def keep_graph(original: Original, graphs: Any) -> None:
     """Replace `reset_default_graph`: `clear_session` doesn't end the scope around it.
 
     The default graph holds the stack of scopes that a thread is in. With a new graph
@@ -180,9 +182,7 @@ def keep_graph(original: Callable[..., Any], graphs: Any) -> None:
 # Calls of a loaded SavedModel's functions in a scope. A hook, see `patches`.
 
 
-def call(
-    original: Callable[..., Any], function: Any, args: Any, captured: Sequence[Any]
-) -> Any:
+def call(original: Original, function: Any, args: Any, captured: Sequence[Any]) -> Any:
     """Replace the call of a loaded function: it can be called in the scope.
 
     Outside of a replica, such as at the top level of a script, TensorFlow doesn't know
@@ -203,7 +203,7 @@ def call(
 
 
 def aggregate(
-    original: Callable[..., Any], value: Any, aggregation: Any, destinations: Any
+    original: Original, value: Any, aggregation: Any, destinations: Any
 ) -> Any:
     """Replace `apply_aggregation_replica_context`: write equal values without a merge.
 

@@ -7,7 +7,7 @@ import gc
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +29,7 @@ from kerasdist._keras.data.pydataset import (
     agree_on_order,
 )
 from kerasdist._keras.protocols import AsyncDataHooks, KerasHooks, hooks_of
+from kerasdist._tf.patching import Original
 from kerasdist.transport.liveness.failure_protocol import final_exception
 
 # Files of `Dataset.cache(filename)`: each rank its own.
@@ -44,7 +45,7 @@ def note_rank(rank: int) -> None:
 
 
 def cache(
-    original: Callable[..., Any], dataset: Any, filename: Any = "", name: Any = None
+    original: Original, dataset: Any, filename: Any = "", name: Any = None
 ) -> Any:
     """Replace `Dataset.cache`: append the rank to the file's name, but rank 0's."""
     rank = _ranks[0] if _ranks else 0
@@ -97,7 +98,7 @@ def destroy_iterators() -> None:
 
 
 def init_epoch_iterator(
-    original: Callable[..., Any],
+    original: Original,
     self: Any,
     distribute_strategy: Any = None,
     *args: Any,

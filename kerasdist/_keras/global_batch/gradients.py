@@ -30,6 +30,7 @@ from kerasdist._keras.context import current, is_timed, setting
 from kerasdist._keras.global_batch.losses import part_of, terms_of
 from kerasdist._keras.unscoped_models import copies_of, has_own_step
 from kerasdist._tf.gradient_placement import move_to_device_of
+from kerasdist._tf.patching import Original
 from kerasdist._tf.tensor_origins import captured
 from kerasdist._tf.variables import StrategyExtensions, current_facets, is_distributed
 
@@ -112,7 +113,7 @@ def _graph() -> Any:
 
 
 def gradient(
-    original: Callable[..., Any],
+    original: Original,
     tape: Any,
     target: Any,
     sources: Any,
@@ -178,9 +179,7 @@ def gradient(
     return tf.nest.pack_sequence_as(sources, gradients)
 
 
-def _merged(
-    original: Callable[..., Any], merge: Callable[[Any], Any]
-) -> Callable[..., Any]:
+def _merged(original: Original, merge: Callable[[Any], Any]) -> Callable[..., Any]:
     def gradient(*args: Any, **more: Any) -> Any:
         # Gradient functions may use tapes: theirs are of one micro-batch.
         with setting(merge=None):

@@ -18,7 +18,7 @@ graph, see `loss_kinds`; in steps that run eagerly it counts as a mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -26,9 +26,10 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import ROWS, Kind, LossKinds, Whole
+from kerasdist._tf.patching import Original
 
 
-def keep_loss_unscaled(original: Callable[..., Any], value: Any) -> Any:
+def keep_loss_unscaled(original: Original, value: Any) -> Any:
     """Replace `scale_loss_for_distribution`: leave the loss unchanged in a step.
 
     Keras divides by the number of replicas, which is right only for equal parts and for
@@ -37,7 +38,7 @@ def keep_loss_unscaled(original: Callable[..., Any], value: Any) -> Any:
     return value if current.rows is not None else original(value)
 
 
-def reported_loss(original: Callable[..., Any], value: Any) -> Any:
+def reported_loss(original: Original, value: Any) -> Any:
     """Replace `unscale_loss_for_distribution`: record the loss of the global batch."""
     if current.rows is None:
         return original(value)
@@ -45,7 +46,7 @@ def reported_loss(original: Callable[..., Any], value: Any) -> Any:
 
 
 def reduce_values(
-    original: Callable[..., Any],
+    original: Original,
     values: Any,
     sample_weight: Any = None,
     reduction: str = "sum_over_batch_size",
@@ -79,7 +80,7 @@ def _is_reduced(values: Any) -> bool:
 
 
 def reduce_weighted_values(
-    original: Callable[..., Any], values: Any, *args: Any, **more: Any
+    original: Original, values: Any, *args: Any, **more: Any
 ) -> Any:
     """Replace `reduce_weighted_values`: correct losses that are one number."""
     if not (current.in_compile_loss and _is_reduced(values)):
@@ -93,11 +94,7 @@ def reduce_weighted_values(
 
 
 def mask_weights(
-    original: Callable[..., Any],
-    sample_weight: Any,
-    mask: Any,
-    dtype: Any,
-    reduction: str,
+    original: Original, sample_weight: Any, mask: Any, dtype: Any, reduction: str
 ) -> Any:
     """Replace `apply_mask` of losses: count valid entries over all replicas."""
     weights = original(sample_weight, mask, dtype, reduction)
@@ -111,7 +108,7 @@ def mask_weights(
     return weights * tf.cast(_portion(valid), weights.dtype)
 
 
-def compile_loss(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
+def compile_loss(original: Original, self: Any, *args: Any, **kw: Any) -> Any:
     """Replace `CompileLoss.call`: let `mean_metric` record the parts of the loss."""
     with setting(in_compile_loss=current.hooks is not None):
         loss = original(self, *args, **kw)
@@ -119,7 +116,7 @@ def compile_loss(original: Callable[..., Any], self: Any, *args: Any, **kw: Any)
     return loss
 
 
-def additional_loss(original: Callable[..., Any], trainer: Any, loss: Any) -> Any:
+def additional_loss(original: Original, trainer: Any, loss: Any) -> Any:
     """Replace `_aggregate_additional_loss`: correct what `add_loss` was given."""
     total = original(trainer, loss)
     kinds = current.kinds
@@ -129,7 +126,7 @@ def additional_loss(original: Callable[..., Any], trainer: Any, loss: Any) -> An
 
 
 def average_loss(
-    original: Callable[..., Any],
+    original: Original,
     loss: Any,
     sample_weight: Any = None,
     global_batch_size: Any = None,
@@ -147,7 +144,7 @@ def average_loss(
     return original(loss, sample_weight, global_batch_size)
 
 
-def regularization_loss(original: Callable[..., Any], loss: Any) -> Any:
+def regularization_loss(original: Original, loss: Any) -> Any:
     """Replace `tf.nn.scale_regularization_loss`: likewise."""
     part = original(loss)
     if current.rows is None:
@@ -255,7 +252,7 @@ def _warn_unknown(what: str) -> None:
 
 
 def mean_metric(
-    original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None
+    original: Original, self: Any, values: Any, sample_weight: Any = None
 ) -> Any:
     """Replace `Mean.update_state`: weight a loss by the replica's share of the rows.
 

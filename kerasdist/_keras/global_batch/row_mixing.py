@@ -23,6 +23,7 @@ from keras.src import backend, tree
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import Kind, LossKinds
+from kerasdist._tf.patching import Original
 from kerasdist._tf.tensor_origins import RebuiltGraph, called, captured, constant
 
 # Losses and metrics of `compile` that mix the rows of a batch, on all of its rows.
@@ -36,11 +37,7 @@ _MIXING = ("circle", "dice", "tversky")
 
 
 def loss(
-    original: Callable[..., Any],
-    self: Any,
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
+    original: Original, self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """Replace `Loss.__call__`: compute a loss that mixes rows of the whole batch."""
     if (
@@ -71,11 +68,7 @@ def loss(
 
 
 def metric(
-    original: Callable[..., Any],
-    self: Any,
-    y_true: Any,
-    y_pred: Any,
-    sample_weight: Any = None,
+    original: Original, self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
     """Replace `MeanMetricWrapper.update_state`: likewise for functions as metrics."""
     function = self._fn

@@ -20,7 +20,7 @@ Keras's own layers and metrics aren't looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -31,11 +31,12 @@ from kerasdist._keras.context import current
 from kerasdist._keras.global_batch.loss_kinds import CONSTANT, Extreme, Kind, LossKinds
 from kerasdist._keras.global_batch.losses import part_of
 from kerasdist._keras.protocols import KerasHooks
+from kerasdist._tf.patching import Original
 from kerasdist._tf.tensor_origins import captured, outermost
 from kerasdist._tf.variables import CHIEFS_STATE, is_distributed
 
 
-def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
+def assign(original: Original, variable: Any, value: Any) -> Any:
     """Replace `Variable._direct_assign`: write what one process would write."""
     if current.written is not None:
         current.written(variable)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import STAGE, VARIABLE_DEVICE, facets_of
 
 
@@ -130,7 +131,7 @@ def device_of_variable() -> str | None:
     return _calls.device
 
 
-def init_layer(original: Callable[..., Any], layer: Any) -> None:
+def init_layer(original: Original, layer: Any) -> None:
     """Replace `Layer._initialize_tracker`: a layer belongs to the stage it's made in.
 
     `Layer.__init__`, which calls it, isn't wrapped: Keras inspects its arguments.
@@ -146,9 +147,7 @@ def _note_stage(layer: Any, placer: LayerPlacer) -> None:
         STAGE.set(layer, placer.stage)
 
 
-def call_layer(
-    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Layer.__call__`: build and run a layer on its device."""
     placer = placer_of(tf.distribute.get_strategy())
     if placer is None or _calls.exporting:
@@ -168,9 +167,7 @@ def call_layer(
             placer.check(facts for _, facts, _ in layers_of(layer, placer))
 
 
-def export_model(
-    original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
-) -> Any:
+def export_model(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Model.export`: the exported model runs on the device that loads it."""
     before, _calls.exporting = _calls.exporting, True
     try:
@@ -194,9 +191,7 @@ def calling(calls: list[Any]) -> Iterator[None]:
         _calls.stack = before
 
 
-def init_variable(
-    original: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any
-) -> None:
+def init_variable(original: Original, variable: Any, *args: Any, **kwargs: Any) -> None:
     """Replace `Variable.__init__`: choose the variable's device when it's created."""
     placer = placer_of(tf.distribute.get_strategy())
     if placer is None:
@@ -211,7 +206,7 @@ def init_variable(
 
 
 def initialize_variable(
-    original: Callable[..., Any], variable: Any, *args: Any, **kwargs: Any
+    original: Original, variable: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Replace `Variable._initialize`: likewise for a value that is given later."""
     wish = VARIABLE_DEVICE.pop(variable)

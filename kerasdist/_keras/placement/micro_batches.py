@@ -33,6 +33,7 @@ from keras.src.backend.common import global_state, masking
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist._keras.global_batch.step_state import is_of_keras
+from kerasdist._tf.patching import Original
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.placement.micro_batch_order import MicroBatch
 
@@ -135,9 +136,7 @@ def dividing(parts: int, merge: Callable[..., Any] | None = None) -> Iterator[Ma
         _state.parts, _state.marks = before
 
 
-def call_layer(
-    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Layer.__call__`: call an outermost model on parts."""
     if (
         _state.parts == 1
@@ -157,11 +156,7 @@ def call_layer(
 
 
 def _call(
-    original: Callable[..., Any],
-    layer: Any,
-    args: Any,
-    kwargs: Any,
-    parts: list[_Rows],
+    original: Original, layer: Any, args: Any, kwargs: Any, parts: list[_Rows]
 ) -> Any:
     marks = _state.marks or Marks()
     call, marks.calls = marks.calls, marks.calls + 1
@@ -214,7 +209,7 @@ def _call(
 
 
 def mean_metric(
-    original: Callable[..., Any], metric: Any, values: Any, sample_weight: Any = None
+    original: Original, metric: Any, values: Any, sample_weight: Any = None
 ) -> Any:
     """Replace `Mean.update_state`: a part's value counts by its rows."""
     rows = _state.rows
@@ -229,9 +224,7 @@ def mean_metric(
     return original(metric, values, sample_weight)
 
 
-def normalize(
-    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def normalize(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `BatchNormalization.call`: moving statistics as of one batch.
 
     Each part updates the moving statistics: with momentum to the power of its share,

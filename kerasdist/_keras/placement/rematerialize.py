@@ -29,6 +29,7 @@ from keras.src.backend.common import global_state, masking
 
 from kerasdist import _tf
 from kerasdist._keras.placement.layers import calling, calls_now
+from kerasdist._tf.patching import Original
 
 
 class _RematerializeState(threading.local):
@@ -60,9 +61,7 @@ def rematerializing(active: bool = True) -> Iterator[None]:
         _state.active = before
 
 
-def call_layer(
-    original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Layer.__call__`: run a layer on one device as a segment.
 
     The outermost such layer is, but not a whole model: one that Keras runs operation by
@@ -89,7 +88,7 @@ def call_layer(
 
 
 def run_through_graph(
-    original: Callable[..., Any],
+    original: Original,
     function: Any,
     inputs: Any,
     operation_fn: Callable[[Any], Any] = lambda op: op,
@@ -138,7 +137,7 @@ def run_through_graph(
     return tree.pack_sequence_as(function._outputs_struct, outputs)
 
 
-def draw_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def draw_seed(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Replace `SeedGenerator.next`: return the first run's seeds in the second."""
     if _state.seeds is None:
         return original(*args, **kwargs)
@@ -150,7 +149,7 @@ def draw_seed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return seed
 
 
-def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
+def assign(original: Original, variable: Any, value: Any) -> Any:
     """Replace `Variable.assign`: do nothing in the second run."""
     return value if _state.second_run else original(variable, value)
 

@@ -15,6 +15,7 @@ from keras.src import backend, tree
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.protocols import hooks_of
 from kerasdist._keras.unscoped_models import can_be_called
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import facets_of
 
 # Automatic placements, which are planned when a model is first used.
@@ -24,10 +25,7 @@ _ROWS = 32
 
 
 def plan_placement(
-    original: Callable[..., Any],
-    trainer: Any,
-    iterator: Any = None,
-    data_batch: Any = None,
+    original: Original, trainer: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
     """Replace `_maybe_symbolic_build`: plan `placement='auto'` before a first step.
 
@@ -122,9 +120,7 @@ def _spec(value: Any) -> Any:
     return keras.KerasTensor(tuple(value.shape), dtype)
 
 
-def compile_model(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def compile_model(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `compile`: move a built model to its devices.
 
     That must happen before an optimizer knows the variables.
@@ -138,9 +134,7 @@ def compile_model(
     return result
 
 
-def make_function(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def make_function(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `make_train_function` and the like: check patterns; record a step."""
     placer = placer_of(trainer.distribute_strategy)
     if placer is None:
@@ -161,7 +155,7 @@ def make_function(
 
 
 def init_epoch_iterator(
-    original: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any
+    original: Original, iterator: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Replace `TFEpochIterator.__init__`: note how many rows the next steps have."""
     original(iterator, *args, **kwargs)
@@ -240,7 +234,7 @@ def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def begin_with_batch(
-    original: Callable[..., Any], trainer: Any, step_function: Callable[..., Any]
+    original: Original, trainer: Any, step_function: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Replace `_make_function`: begin a step when its batch is there.
 
@@ -280,9 +274,7 @@ def _count_ends(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any
     return call
 
 
-def name_the_lost(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def name_the_lost(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace methods that train or use a model: raise the lost worker's error."""
     try:
         return original(trainer, *args, **kwargs)
@@ -301,7 +293,7 @@ def failure_behind(trainer: Any, error: Exception) -> Exception | None:
 
 
 def keep_gradients_unscaled(
-    original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
+    original: Original, optimizer: Any, grads_and_vars: Any
 ) -> Any:
     """Replace `_all_reduce_sum_gradients`: there's nothing to reduce.
 
@@ -313,7 +305,7 @@ def keep_gradients_unscaled(
     return grads_and_vars
 
 
-def reset_accumulators(original: Callable[..., Any], optimizer: Any) -> None:
+def reset_accumulators(original: Original, optimizer: Any) -> None:
     """Replace `_backend_reset_gradient_accumulators`: make the zeros in place."""
     if placer_of(tf.distribute.get_strategy()) is None:
         original(optimizer)

@@ -7,7 +7,7 @@ ranks agree on what one of them decides by itself before it can make them diverg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from kerasdist._keras.learning_rate import (
 from kerasdist._keras.protocols import AsyncHooks, dynamic_hooks, hooks_of
 from kerasdist._keras.training import fit_loop
 from kerasdist._keras.training.state import JobCallback, statistics_of
+from kerasdist._tf.patching import Original
 
 # They have batch methods, but never stop the training in them.
 _NEVER_STOP = (
@@ -50,9 +51,7 @@ _NEVER_STOP = (
 )
 
 
-def flush_accumulators(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
+def flush_accumulators(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace what saves: the chief's accumulators get the sum over all workers."""
     hooks = hooks_of(self.model.distribute_strategy)
     if hooks is not None:
@@ -71,9 +70,7 @@ def _kept_path(callback: Any) -> Path | None:
     return None if "://" in folder else Path(folder) / "kerasdist_kept.npz"
 
 
-def on_epoch_end(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
+def on_epoch_end(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `CallbackList.on_epoch_end`: agree on the stop and on the rate.
 
     If one rank wants to stop, all stop. If the ranks' learning rates differ, all
@@ -112,9 +109,7 @@ def on_epoch_end(
     return result
 
 
-def on_train_begin(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
+def on_train_begin(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `CallbackList.on_train_begin`: all workers begin from one state.
 
     At this point everything is built and callbacks have restored their state; `fit` has
@@ -169,9 +164,7 @@ def on_train_begin(
     return result
 
 
-def on_train_batch_end(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-) -> Any:
+def on_train_batch_end(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `CallbackList.on_train_batch_end`: agree on a stop within an epoch.
 
     It costs a collective per batch, and so is done only if there is a callback that

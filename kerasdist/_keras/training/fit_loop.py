@@ -64,6 +64,7 @@ from kerasdist._keras.training.state import (
 )
 from kerasdist._keras.training.weight_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.unscoped_models import warn_if_outside
+from kerasdist._tf.patching import Original
 from kerasdist.transport import log
 
 # The check that all workers look up the same words.
@@ -220,7 +221,7 @@ def without_bars(callbacks: Sequence[Any]) -> list[Any]:
     ]
 
 
-def finish_epoch(original: Callable[..., Any], trainer: Any, logs: Any) -> Any:
+def finish_epoch(original: Original, trainer: Any, logs: Any) -> Any:
     """Replace `_get_metrics_result_or_logs`: return an epoch's logs of all workers.
 
     Metric state is summed over the workers as it's read. Logs that Keras leaves
@@ -270,9 +271,7 @@ def flush_accumulators(hooks: KerasHooks, trainer: Any) -> None:
     average(open_window(trainer.optimizer))
 
 
-def begin_training(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def begin_training(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `make_train_function`: warn of a model created outside of the scope."""
     hooks = hooks_of(trainer.distribute_strategy)
     warn_if_outside(trainer)
@@ -366,7 +365,7 @@ def _last_logs(trainer: Any) -> dict[str, Any]:
     }
 
 
-def fit(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `fit`: the start-up line, the chief's progress bar, the lost worker."""
     hooks = hooks_of(trainer.distribute_strategy)
     is_measurable = timer_of(trainer.distribute_strategy) is not None
@@ -440,10 +439,7 @@ def _note_data(hooks: KerasHooks, arguments: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _reporting_failure(
-    original: Callable[..., Any],
-    trainer: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    original: Original, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[None]:
     """Call `JobCallback.on_failure` when `fit` raises."""
     try:
@@ -460,9 +456,7 @@ def _reporting_failure(
         raise
 
 
-def on_chief_only(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def on_chief_only(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `evaluate` and `predict`: only the chief shows the progress bar."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
@@ -505,7 +499,7 @@ def on_chief_only(
 
 
 def _hide_progress_bar(
-    original: Callable[..., Any],
+    original: Original,
     hooks: KerasHooks,
     trainer: Any,
     args: tuple[Any, ...],

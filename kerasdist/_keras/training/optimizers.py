@@ -18,7 +18,7 @@ clipped. Every step reduces if the gradients of every step are needed:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,6 +46,7 @@ from kerasdist._keras.unscoped_models import (
     strategy_outside,
 )
 from kerasdist._tf.compiled_step import padded
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import current_facets, is_distributed
 
 # Adoption by the strategy of variables that were created outside of its scope.
@@ -71,7 +72,7 @@ from kerasdist._tf.variables import current_facets, is_distributed
 _SPREAD = 2654435761
 
 
-def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) -> Any:
+def next_seed(original: Original, self: Any, *args: Any, **kw: Any) -> Any:
     """Replace `SeedGenerator.next`: each replica draws from its own stream.
 
     All replicas hold the same generator state, so that it can be saved and
@@ -90,9 +91,7 @@ def next_seed(original: Callable[..., Any], self: Any, *args: Any, **kw: Any) ->
     return tf.cast(tf.cast(seed, tf.int64) + offset, seed.dtype)
 
 
-def synchronized_moments(
-    original: Callable[..., Any], x: Any, axes: Any, keepdims: bool
-) -> Any:
+def synchronized_moments(original: Original, x: Any, axes: Any, keepdims: bool) -> Any:
     """Replace `_compute_moments_sync`: moments of the global batch's rows.
 
     For `BatchNormalization(synchronized=True)`. There is one collective instead of
@@ -136,9 +135,7 @@ def _sum(tensor: Any, there: Any) -> Any:
     return summed(tensor)
 
 
-def compile_model(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def compile_model(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `compile`: it runs in the scope of the model's strategy, called anywhere.
 
     Variables that a user's own `compile` creates elsewhere are adopted later.
@@ -155,9 +152,7 @@ def compile_model(
     return result
 
 
-def make_function(
-    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-) -> Any:
+def make_function(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `make_train_function` and the like: adopt before a step is traced."""
     kind = original.__name__.removeprefix("make_")
     if getattr(trainer, kind) is None:
@@ -206,7 +201,7 @@ def adopt_in_step(hooks: KerasHooks, optimizer: Any, weights: Iterable[Any]) -> 
     _adopt_in_replica(hooks, weights)
 
 
-def assign(original: Callable[..., Any], variable: Any, value: Any) -> Any:
+def assign(original: Original, variable: Any, value: Any) -> Any:
     """Replace `Variable.assign`: adopt a custom loop's metric at its first update.
 
     Raises:
@@ -276,10 +271,7 @@ def _adopt(hooks: KerasHooks, variables: Iterable[Any]) -> None:
 
 
 def apply(
-    original: Callable[..., Any],
-    optimizer: Any,
-    grads: Any,
-    trainable_variables: Any = None,
+    original: Original, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
     """Replace `BaseOptimizer.apply` and `LossScaleOptimizer.apply`: reduce first."""
     if trainable_variables is not None:
@@ -385,7 +377,7 @@ def apply(
 
 
 def accumulate(
-    original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any
+    original: Original, optimizer: Any, grads: Any, trainable_variables: Any
 ) -> Any:
     """Replace `_backend_apply_gradients`: accumulate; reduce in steps that update."""
     facets = current_facets()
@@ -403,18 +395,14 @@ def accumulate(
     return original(optimizer, grads, trainable_variables)
 
 
-def clip_gradients(
-    original: Callable[..., Any], optimizer: Any, grads: Sequence[Any]
-) -> Any:
+def clip_gradients(original: Original, optimizer: Any, grads: Sequence[Any]) -> Any:
     """Replace `_clip_gradients`: clip the sum of the replicas in a custom loop."""
     if current.scale != 1:
         grads = [None if g is None else g * current.scale for g in grads]
     return original(optimizer, grads)
 
 
-def skip_all_reduce(
-    original: Callable[..., Any], optimizer: Any, grads_and_vars: Any
-) -> Any:
+def skip_all_reduce(original: Original, optimizer: Any, grads_and_vars: Any) -> Any:
     """Replace `TFOptimizer._all_reduce_sum_gradients`: do nothing after `apply`."""
     return grads_and_vars if current.reduced else original(optimizer, grads_and_vars)
 
@@ -441,7 +429,7 @@ def open_window(optimizer: Any) -> list[Any]:
     return [variable.value for variable in variables] if steps else []
 
 
-def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any:
+def finalize(original: Original, optimizer: Any, var_list: Any) -> Any:
     """Replace `finalize_variable_values`: take the mean of the workers' averages.
 
     At the end of `fit` it overwrites the weights with their averages (EMA), and each
@@ -455,7 +443,7 @@ def finalize(original: Callable[..., Any], optimizer: Any, var_list: Any) -> Any
     return original(optimizer, var_list)
 
 
-def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
+def learning_rate(original: Original, optimizer: Any) -> Any:
     """Replace `_get_current_learning_rate`: evaluate at the steps of all workers.
 
     The factor of `ScaleLearningRate` is applied, too: see `learning_rate`.
@@ -463,7 +451,7 @@ def learning_rate(original: Callable[..., Any], optimizer: Any) -> Any:
     return scaled(optimizer, _unscaled(original, optimizer))
 
 
-def _unscaled(original: Callable[..., Any], optimizer: Any) -> Any:
+def _unscaled(original: Original, optimizer: Any) -> Any:
     schedule = optimizer._learning_rate
     if isinstance(schedule, learning_rate_schedule.LearningRateSchedule):
         steps = shared_steps(optimizer)

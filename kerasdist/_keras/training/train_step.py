@@ -49,6 +49,7 @@ from kerasdist._keras.unscoped_models import (
     is_unbuilt,
     make_compiled,
 )
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import LAST_LOGS
 
 # A train function that counts its steps, and measures them on request.
@@ -123,7 +124,7 @@ class InstrumentedStep:
 
 
 def reduce_per_replica(
-    original: Callable[..., Any], values: Any, strategy: Any, reduction: str
+    original: Original, values: Any, strategy: Any, reduction: str
 ) -> Any:
     """Replace `reduce_per_replica`: concatenate predictions of all workers, too."""
     result = original(values, strategy, reduction)
@@ -134,7 +135,7 @@ def reduce_per_replica(
 
 
 def make_function(
-    original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
+    original: Original, trainer: Any, step_function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Replace `_make_function`: count a step's rows, and raise the lost worker.
 
@@ -277,7 +278,7 @@ def make_function(
 
 
 def receive_batch(
-    original: Callable[..., Any], trainer: Any, step_function: Callable[[Any], Any]
+    original: Original, trainer: Any, step_function: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
     """Replace `_autoconvert_optionals`: unwrap the batches of kerasdist's datasets.
 
@@ -331,7 +332,7 @@ def receive_batch(
     return filled
 
 
-def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
+def predict_on_batch(original: Original, trainer: Any, x: Any) -> Any:
     """Replace `predict_on_batch`: each worker predicts its part of the batch."""
     hooks = hooks_of(trainer.distribute_strategy)
     if hooks is None:
@@ -348,10 +349,7 @@ def predict_on_batch(original: Callable[..., Any], trainer: Any, x: Any) -> Any:
 
 
 def symbolic_build(
-    original: Callable[..., Any],
-    trainer: Any,
-    iterator: Any = None,
-    data_batch: Any = None,
+    original: Original, trainer: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
     """Replace `_maybe_symbolic_build`: build from one replica's batch, or the step.
 
@@ -451,7 +449,7 @@ def _takes_any_rows(model: Any, rows: int) -> bool:
     return all(one.shape[:1] == (rows,) for one in tree.flatten(outputs))
 
 
-def _build(original: Callable[..., Any], trainer: Any, batch: Any) -> None:
+def _build(original: Original, trainer: Any, batch: Any) -> None:
     """Build all that training needs: by calling the model, else by tracing its step."""
     own = has_own_step(trainer)
     layers = trainer._flatten_layers(include_self=False)

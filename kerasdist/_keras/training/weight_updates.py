@@ -15,6 +15,7 @@ from keras.src import optimizers
 from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import KerasHooks
+from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import current_facets, of_tensorflow
 
 # SGD updates that read a gradient once, and write only the variables.
@@ -30,11 +31,7 @@ from kerasdist._tf.variables import current_facets, of_tensorflow
 
 
 def sgd_step(
-    original: Callable[..., Any],
-    optimizer: Any,
-    gradient: Any,
-    variable: Any,
-    learning_rate: Any,
+    original: Original, optimizer: Any, gradient: Any, variable: Any, learning_rate: Any
 ) -> Any:
     """Replace `SGD.update_step`: one operation, no memory for intermediate results."""
     if not current.reduced or not _is_plain(gradient, variable):
@@ -88,24 +85,20 @@ def _same_device(distributed: Any, variable: Any) -> Any | None:
 # a GPU neither has an order: see `strategies.reduce.consensus`.
 
 
-def add_rows(
-    original: Callable[..., Any], optimizer: Any, variable: Any, value: Any
-) -> Any:
+def add_rows(original: Original, optimizer: Any, variable: Any, value: Any) -> Any:
     """Replace `TFOptimizer.assign_add`: add slices of a row in one order everywhere."""
     update = tf.raw_ops.ResourceScatterNdAdd
     return _update_rows(original, update, optimizer, variable, value)
 
 
-def subtract_rows(
-    original: Callable[..., Any], optimizer: Any, variable: Any, value: Any
-) -> Any:
+def subtract_rows(original: Original, optimizer: Any, variable: Any, value: Any) -> Any:
     """Replace `TFOptimizer.assign_sub`: likewise."""
     update = tf.raw_ops.ResourceScatterNdSub
     return _update_rows(original, update, optimizer, variable, value)
 
 
 def _update_rows(
-    original: Callable[..., Any],
+    original: Original,
     update: Callable[..., Any],
     optimizer: Any,
     variable: Any,
