@@ -7,6 +7,7 @@ shapes that aren't known, and those that no variable belongs to are sent as they
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -62,6 +63,10 @@ class Memories:
                     )
                     self._kept[key] = weakref.ref(owner, self._forget(key)), made
         return [self._kept[key][1] for key in keys]
+
+    def has(self, owner: Any) -> bool:
+        """Return whether something is kept of a variable's gradients."""
+        return bool(self._kept.get((id(owner), 0), (None, ()))[1])
 
     def _forget(self, key: tuple[int, int]) -> Callable[[Any], None]:
         kept = weakref.ref(self)
@@ -148,15 +153,18 @@ def save_kept(workers: Any, variables: Sequence[Any], path: Path) -> None:
         OSError: It can't be written.
     """
     memories = workers.memories
-    begun = _begun(memories, variables)
-    totals = [np.zeros_like(each) for parts in begun for each in parts]
+    # Not of what is never compressed, such as tables of embeddings.
+    numbers = [n for n, each in enumerate(variables) if memories.has(each)]
+    some = [variables[n] for n in numbers]
+    totals = [np.zeros_like(each) for each in _flat(_begun(memories, some))]
     for replica in _senders(workers):
-        made = memories.of(variables, replica, workers.devices[replica])
-        flat = [each.numpy() for parts in made for each in parts]
-        totals = [total + each for total, each in zip(totals, flat, strict=True)]
+        made = _flat(memories.of(some, replica, workers.devices[replica]))
+        for total, each in zip(totals, made, strict=True):
+            total += each.numpy()
     totals = workers.communicator.all_reduce(totals) if totals else []
     if workers.rank == 0:
-        write_arrays(path, {"compressor": repr(memories.compressor)}, totals)
+        facts = {"compressor": repr(memories.compressor), "variables": numbers}
+        write_arrays(path, facts, totals)
 
 
 def load_kept(workers: Any, variables: Sequence[Any], path: Path) -> bool:
@@ -173,31 +181,34 @@ def load_kept(workers: Any, variables: Sequence[Any], path: Path) -> bool:
         Whether there is such a file, of this compressor and these variables.
     """
     memories, communicator = workers.memories, workers.communicator
-    begun = _begun(memories, variables)
-    flat = [np.asarray(each) for parts in begun for each in parts]
-    found = False
+    # Whether there is something in the file, by variable.
+    mask = np.zeros(len(variables), np.int8)
+    arrays: list[Any] = []
     if workers.rank == 0:
-        try:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             facts, arrays = read_arrays(path)
-            found = facts["compressor"] == repr(memories.compressor) and [
-                each.shape for each in arrays
-            ] == [each.shape for each in flat]
-            flat = arrays if found else flat
-        except (OSError, ValueError, KeyError):
-            found = False
-    if not communicator.broadcast([np.int64(found)])[0]:
+            some = [variables[n] for n in facts["variables"]]
+            shapes = [each.shape for each in _flat(_begun(memories, some))]
+            is_same = facts["compressor"] == repr(memories.compressor)
+            if is_same and [each.shape for each in arrays] == shapes:
+                mask[facts["variables"]] = 1
+    mask = communicator.broadcast([mask])[0]
+    if not mask.any():
         return False
+    some = [each for each, there in zip(variables, mask, strict=True) if there]
+    begun = _begun(memories, some)
+    if workers.rank:
+        arrays = [np.asarray(each) for each in _flat(begun)]
     count = communicator.all_reduce([np.float32(len(_senders(workers)))])[0]
-    given = iter(communicator.broadcast(flat))
+    given = iter(communicator.broadcast(arrays))
     values = [
         memories.compressor.restart([next(given) / count for _ in parts])
         for parts in begun
     ]
     for replica, device in enumerate(workers.devices):
-        made = memories.of(variables, replica, device)
-        for kept, parts in zip(made, values, strict=True):
-            for variable, value in zip(kept, parts, strict=True):
-                variable.assign(value)
+        made = _flat(memories.of(some, replica, device))
+        for variable, value in zip(made, _flat(values), strict=True):
+            variable.assign(value)
     return True
 
 
@@ -206,6 +217,10 @@ def _begun(memories: Memories, variables: Sequence[Any]) -> Memory:
     if compressor is None:
         return []
     return compressor.init([tuple(variable.shape) for variable in variables])
+
+
+def _flat(parts: Sequence[Sequence[Any]]) -> list[Any]:
+    return [each for some in parts for each in some]
 
 
 def _senders(workers: Any) -> list[int]:
