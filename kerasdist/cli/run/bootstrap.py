@@ -13,6 +13,7 @@ library, and little of that: every worker waits for it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -24,17 +25,11 @@ def main(argv: list[str]) -> None:
     """Set this process up, then execute `command`. Doesn't return."""
     parent, group, cores = argv[:3]
     command = argv[4:]
-    if sys.platform == "linux":
-        # Second line of defence: normally the supervisor ends all workers, and the
-        # launcher does if the supervisor is killed. This is for both at once.
-        try:
-            import ctypes
-
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        except (ImportError, OSError, AttributeError):
-            pass  # a Python without ctypes: the first line remains
-        if cores != "-":
-            os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+    # Second line of defence: normally the supervisor ends all workers, and the
+    # launcher does if the supervisor is killed. This is for both at once.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if cores != "-":
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
     if os.getppid() != int(parent):
         os._exit(1)
     if group != "-":

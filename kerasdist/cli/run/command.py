@@ -204,8 +204,6 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
                 "--log-dir must be a folder in which files can be made. Received: "
                 f"--log-dir {shlex.quote(arguments.log_dir)}"
             )
-    if arguments.bind == "cores" and not hasattr(os, "sched_getaffinity"):
-        faults.append("--bind cores isn't possible on this system")
     malloc = f"Received: --malloc {shlex.quote(arguments.malloc)}"
     if os.sep not in arguments.malloc and arguments.malloc not in ("none", "auto"):
         faults.append(

@@ -9,6 +9,7 @@ When the caller ends, in whatever way, this process ends the job.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -33,11 +34,8 @@ def run(caller: int, options: list[str]) -> int:
             default = signal.default_int_handler if interrupt else signal.SIG_DFL
             signal.signal(number, default)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    if sys.platform == "linux":
-        import ctypes
-
-        # The kernel of a notebook is often killed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+    # The kernel of a notebook is often killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
     if os.getppid() != caller:
         return 1
     return main(["run", *options])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,21 +24,11 @@ def adopt_orphans() -> Iterator[None]:
     """Become the parent of descendants whose own parents end, inside the block.
 
     Otherwise an orphan becomes a child of init, and its origin is unknown. So no
-    process escapes, whatever session or process group it made for itself. Where
-    the system can't do that (only Linux can), orphans do escape.
+    process escapes, whatever session or process group it made for itself.
     """
-    if sys.platform != "linux":
-        yield
-        return
-    try:
-        import ctypes
-
-        prctl = ctypes.CDLL(None).prctl
-        before = ctypes.c_int(0)
-        prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    except (ImportError, OSError, AttributeError):
-        yield
-        return
+    prctl = ctypes.CDLL(None).prctl
+    before = ctypes.c_int(0)
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
@@ -67,41 +56,28 @@ def descendants(root: int) -> list[int]:
 
 def _processes() -> Iterator[tuple[int, int, bool]]:
     """Yield (process id, parent's id, whether it is alive) of every process."""
-    if not Path("/proc/self/stat").exists():
-        listing = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid=,stat="],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=10,
-        )
-        for line in listing.stdout.splitlines():
-            pid, parent, state = line.split()[:3]
-            yield int(pid), int(parent), not state.startswith("Z")
-        return
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            text = Path("/proc", name, "stat").read_bytes()
-        except OSError:  # it has ended in between
-            continue
-        # "pid (name) state parent ...", where the name may hold anything.
-        letter, above = text.rpartition(b")")[2].split()[:2]
-        yield int(name), int(above), letter not in (b"Z", b"X")
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        # It may have ended in between.
+        if found := _state_of(int(name)):
+            yield int(name), int(found[1]), found[0] not in (b"Z", b"X")
+
+
+def _state_of(pid: int) -> list[bytes]:
+    """Return a process's state, a letter, and its parent; empty if it has ended."""
+    try:
+        text = Path("/proc", str(pid), "stat").read_bytes()
+    except OSError:
+        return []
+    # "pid (name) state parent ...", where the name may hold anything.
+    return text.rpartition(b")")[2].split()[:2]
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process was stopped by a signal; False if that's unknown.
+    """Return whether a process was stopped by a signal; False if it has ended.
 
     A process that a debugger holds isn't.
     """
-    try:
-        text = Path("/proc", str(pid), "stat").read_bytes()
-    except OSError:  # it has ended, or there is no /proc
-        return False
-    return text.rpartition(b")")[2].split()[:1] == [b"T"]
+    return _state_of(pid)[:1] == [b"T"]
 
 
 def signal_all(signum: int, spare: frozenset[int] = frozenset()) -> None:
