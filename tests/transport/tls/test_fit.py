@@ -10,7 +10,7 @@ from workers import Workers
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
 SCRIPT = """
-import gc, json, os, socket, sys
+import gc, json, os, socket, sys, time
 import keras
 import numpy as np
 from kerasdist import ParameterServerStrategy, RingStrategy
@@ -49,6 +49,11 @@ else:
             os.environ["KERASDIST_TLS"] = tls
         with RingStrategy(timeout=60) as strategy:
             found.append(fit(strategy))
+        # Who comes with TLS while rank 0 still listens without it is refused.
+        if strategy.rank == 0:
+            open(os.environ["LEFT"], "w").close()
+        while not os.path.exists(os.environ["LEFT"]):
+            time.sleep(0.01)
 print("RESULT", json.dumps(found))
 """
 
@@ -69,7 +74,7 @@ def test_a_fit_has_the_same_numbers(tmp_path):
             ) as job:
                 return [worker.result for worker in job.succeed()[:2]]
 
-        rings = run({"TLS": tls})
+        rings = run({"TLS": tls, "LEFT": str(tmp_path / "left")})
         served = run({"KERASDIST_TLS": tls}, ["servers"], 1)
     for (plain, of_ring), (of_servers,) in zip(rings, served, strict=True):
         numbers, sockets = plain
