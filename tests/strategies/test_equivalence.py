@@ -196,7 +196,9 @@ def layouts():
         # A job of all others would take minutes: they are dealt out to six.
         left_out = EQUAL_PARTS if workers * devices > 2 else set()
         left_out = WHOLE_BATCHES | INSIDE | left_out if placed else left_out
-        left_out = FIXED_SIZES | left_out if option == "balance" else left_out
+        if option == "balance":
+            left_out = FIXED_SIZES | EQUAL_PARTS | left_out
+            parts["core"] = tuple(case for case in core if case not in left_out)
         others = [
             case
             for case in CASES
