@@ -416,12 +416,20 @@ def _own_step() -> Any:
     return OwnStep(_deep().layers)
 
 
-class Reversed(layers.Layer):
-    """A gradient, losses and a metric of its own."""
+class Measured(layers.Layer):
+    """A metric of its own, whose variables are on the first device."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name)
+    def __init__(self) -> None:
+        super().__init__()
         self.mean = keras.metrics.Mean(name="of_rows")
+
+    def call(self, x: Any) -> Any:
+        self.mean.update_state(ops.mean(x, -1))
+        return x
+
+
+class Reversed(layers.Layer):
+    """A gradient and losses of its own."""
 
     def call(self, x: Any) -> Any:
         @tf.custom_gradient
@@ -430,14 +438,13 @@ class Reversed(layers.Layer):
 
         self.add_loss(1e-2 * ops.mean(ops.square(x)))
         self.add_loss(1e-3 * ops.sum(ops.square(x), -1))
-        self.mean.update_state(ops.mean(x, -1))
         return through(x)
 
 
 def _many() -> Any:
     a, b = keras.Input((6,), name="a"), keras.Input((4,), name="b")
     h = layers.Dense(5, name="on0_a", kernel_regularizer="l2")(a)
-    k = Reversed(name="on1_reversed")(layers.Dense(5, name="on1_b")(b))
+    k = Reversed(name="on1_reversed")(layers.Dense(5, name="on1_b")(Measured()(b)))
     both = layers.Concatenate(name="on1_both")([h, k])
     outputs = {
         "first": layers.Dense(3, name="on2_first", activity_regularizer="l2")(both),
