@@ -148,10 +148,7 @@ def joined(kind, victim, servers=0):
     arguments = [str(victim), kind, "2"]
     env = {"STRATEGY": "ParameterServerStrategy"} if servers else {}
     with Workers(
-        *(SCRIPT, 2, arguments, env),
-        handover=False,
-        deadline=120.0,
-        servers=servers,
+        *(SCRIPT, 2, arguments, env), handover=False, deadline=120.0, servers=servers
     ) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
         job.start_again(victim)

@@ -129,13 +129,7 @@ class Job:
         self.script = folder / "train.py"
         self.script.write_text(SCRIPT)
 
-    def run(
-        self,
-        size,
-        ends=None,
-        servers=0,
-        **env,
-    ):
+    def run(self, size, ends=None, servers=0, **env):
         variables = {
             "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
             "ENDS": json.dumps(ends or {}),
@@ -208,12 +202,7 @@ def test_workers_leave_and_nothing_is_repeated(alone, tmp_path, ends):
 
 @pytest.mark.parametrize(
     ("before", "after", "servers"),
-    [
-        (1, 2, 0),
-        soak(2, 3, 0),
-        soak(2, 1, 0),
-        soak(3, 2, 2),
-    ],
+    [(1, 2, 0), soak(2, 3, 0), soak(2, 1, 0), soak(3, 2, 2)],
 )
 def test_the_next_start_continues_in_the_midst_of_the_epoch(
     alone, tmp_path, before, after, servers

@@ -149,11 +149,7 @@ WORK = [
 
 
 @pytest.mark.parametrize(
-    "times",
-    [
-        1,
-        pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
-    ],
+    "times", [1, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 @pytest.mark.parametrize(("work", "arguments", "count"), WORK)
 def test_odd_frames_end_in_errors_of_ours(work, arguments, count, times, caplog):
