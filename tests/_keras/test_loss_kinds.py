@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist._keras.global_batch.loss_kinds import (
     CONSTANT,
@@ -114,9 +114,7 @@ def test_a_loss_is_told_by_its_graph(name, known):
     assert found == [expected]
 
 
-SAID = (
-    PRELUDE
-    + """
+SAID = with_prelude("""
 from keras import ops
 strategy = kerasdist.RingStrategy()
 x = np.random.default_rng(0).normal(size=(8, 5)).astype("float32")
@@ -152,8 +150,7 @@ fit("ordinary", "mse")
 fit("function", lambda t, p: ops.max(t - p))
 fit("add_loss", "mse", layer=Largest())
 fit("train_step", kind=Own)
-"""
-)
+""")
 
 
 def test_what_is_not_known_is_said_once():

@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-from elastic_jobs import BEGIN
+from elastic_jobs import elastic_script
 from soak import soak
 
 from workers import Workers
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 # Workers get the signal at the begin of a step; `taken` counts these begins, also of
 # steps that are repeated.
-SCRIPT = (
-    BEGIN
-    + """
+SCRIPT = elastic_script("""
 folder = sys.argv[1]
 ends = json.loads(os.environ.get("ENDS", "{}"))
 units = int(os.environ.get("UNITS", "16"))
@@ -117,8 +115,7 @@ text = json.dumps([
     earlier,
 ])
 os.write(1, f"RESULT {text}\\n".encode())
-"""
-)
+""")
 
 
 class Job:
