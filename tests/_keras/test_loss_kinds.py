@@ -7,16 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import ops
-from scripts import PRELUDE
+from scripts import with_prelude
 
-from kerasdist._keras.global_batch.loss_kinds import (
-    CONSTANT,
-    OTHER,
-    ROWS,
-    Extreme,
-    Kind,
-    LossKinds,
-)
+from kerasdist._keras.global_batch import loss_kinds
+from kerasdist._keras.global_batch.loss_kinds import CONSTANT, OTHER, ROWS, Kind
 from workers import Workers
 
 MEAN, SUM = Kind(0), Kind(1)
@@ -71,7 +65,7 @@ LOSSES = {
     "product": (lambda x: ops.mean(rows_of(x)) * ops.sum(x), "function"),
     "pairs": (lambda x: ops.mean(rows_of(x)[:, None] * rows_of(x)[None, :]), OTHER),
     "some": (lambda x: ops.mean(tf.boolean_mask(x, x[:, 0, 0] > 0)), OTHER),
-    "the largest": (lambda x: ops.max(rows_of(x)), Extreme("max")),
+    "the largest": (lambda x: ops.max(rows_of(x)), loss_kinds.Extreme("max")),
     "the first": (lambda x: rows_of(x)[0], OTHER),
 }
 
@@ -102,7 +96,9 @@ def test_a_loss_is_told_by_its_graph(name, known):
         autograph=False,
     )
     def step(x):
-        kinds = LossKinds(tf.shape(x)[0] if known is None else tf.constant(known))
+        kinds = loss_kinds.LossKinds(
+            tf.shape(x)[0] if known is None else tf.constant(known)
+        )
         loss = compute(x)
         kind = kinds.of(loss)
         if kind == OTHER and kinds.whole(loss, lambda values, _: values) is not None:
@@ -114,9 +110,7 @@ def test_a_loss_is_told_by_its_graph(name, known):
     assert found == [expected]
 
 
-SAID = (
-    PRELUDE
-    + """
+SAID = with_prelude("""
 from keras import ops
 strategy = kerasdist.RingStrategy()
 x = np.random.default_rng(0).normal(size=(8, 5)).astype("float32")
@@ -152,8 +146,7 @@ fit("ordinary", "mse")
 fit("function", lambda t, p: ops.max(t - p))
 fit("add_loss", "mse", layer=Largest())
 fit("train_step", kind=Own)
-"""
-)
+""")
 
 
 def test_what_is_not_known_is_said_once():

@@ -4,14 +4,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from kerasdist._keras.global_batch.row_mixing import (
-    FUNCTION,
-    MEAN,
-    MIXED,
-    ROWS,
-    SUM,
-    kind_of_function,
-)
+from kerasdist._keras.global_batch import row_mixing
+from kerasdist._keras.global_batch.row_mixing import MEAN, kind_of_function
 
 K = keras.ops
 Y, P = tf.zeros((4, 3)), tf.zeros((4, 3))
@@ -33,9 +27,9 @@ BY_ROW = {
 REDUCED = {
     "mean": (MEAN, lambda y, p: K.mean(K.square(y - p))),
     "mean of sums": (MEAN, lambda y, p: K.mean(K.sum(K.abs(y - p), -1))),
-    "sum": (SUM, lambda y, p: K.sum(y * p)),
+    "sum": (row_mixing.SUM, lambda y, p: K.sum(y * p)),
     "sum by the size": (MEAN, lambda y, p: K.sum(y * p) / K.cast(K.size(p), "float32")),
-    "ratio": (FUNCTION, lambda y, p: K.sum(y * p) / (K.sum(y) + 1)),
+    "ratio": (row_mixing.FUNCTION, lambda y, p: K.sum(y * p) / (K.sum(y) + 1)),
 }
 OF_SEVERAL = {
     "mean of centred": lambda y, p: K.mean(K.square(p - K.mean(p, 0))),
@@ -53,9 +47,9 @@ OF_SEVERAL = {
     "unknown": lambda y, p: tf.numpy_function(lambda a: a, [p], tf.float32),
 }
 ALL = {
-    **{name: (ROWS, function) for name, function in BY_ROW.items()},
+    **{name: (row_mixing.ROWS, function) for name, function in BY_ROW.items()},
     **REDUCED,
-    **{f"{name} of several": (MIXED, f) for name, f in OF_SEVERAL.items()},
+    **{f"{name} of several": (row_mixing.MIXED, f) for name, f in OF_SEVERAL.items()},
 }
 
 

@@ -1,13 +1,11 @@
 """Functions of a SavedModel that was loaded in a strategy's scope."""
 
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from workers import Workers
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 class Scaled(tf.Module):
     def __init__(self):
         super().__init__()
@@ -61,8 +59,7 @@ for kind in sys.argv[2:]:
     result([kind, use(strategy, path)])
     if hasattr(strategy, "close"):
         strategy.close()
-"""
-)
+""")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 import kerasdist
 from kerasdist.callbacks import BroadcastInitialState
@@ -11,9 +11,7 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = (
-    PRELUDE
-    + """
+COMMON = with_prelude("""
 from kerasdist.callbacks import (
     BroadcastInitialState, ScaleLearningRate, ScalingTensorBoard, Timeline)
 
@@ -67,8 +65,7 @@ def fit(m, callbacks, **more):
     m.fit(x, y, **{"batch_size": 8, "epochs": 1, "verbose": 0, **more},
           callbacks=[*callbacks, state])
     return state.found
-"""
-)
+""")
 
 RING = """
 strategy = kerasdist.RingStrategy(timeout=60)

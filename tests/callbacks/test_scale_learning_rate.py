@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist.callbacks import ScaleLearningRate
 from kerasdist.callbacks.scale_learning_rate import steps_behind
@@ -18,9 +18,7 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = (
-    PRELUDE
-    + """
+COMMON = with_prelude("""
 from kerasdist.callbacks import BroadcastInitialState, ScaleLearningRate
 
 folder = os.environ.get("FOLDER", "")
@@ -88,8 +86,7 @@ def fit(m, callbacks, epochs=3, batch_size=4, rate_of=None, **more):
     history = m.fit(x, y, batch_size=batch_size, epochs=epochs, verbose=0,
                     callbacks=[*callbacks, rates], **more)
     return [*rates.found(), history.history.get("learning_rate")]
-"""
-)
+""")
 
 here: dict = {}
 exec(COMMON, here)  # the same in this process

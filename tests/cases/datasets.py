@@ -8,31 +8,18 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from cases.training import (
-    CASES,
-    CLASSES,
-    CROSSENTROPY,
-    Numbers,
-    Scope,
-    case,
-    chain,
-    compiled_in,
-    data,
-    descend,
-    mlp,
-    numbers_of,
-    train,
-)
+from cases import training as jobs
+from cases.training import CROSSENTROPY, Numbers, Scope, case, chain, data, mlp, train
 
 
 def batches(
     dataset: Callable[[Any, Any], Any], **fit: Any
 ) -> Callable[[Scope], Numbers]:
     def run(scope: Scope) -> Numbers:
-        model = compiled_in(scope, mlp, **CLASSES)
+        model = jobs.compiled_in(scope, mlp, **jobs.CLASSES)
         options = {"epochs": 2, "verbose": 0, **fit}
         # The rest is in `kinds_of_evaluate_and_predict`.
-        return numbers_of(model, model.fit(dataset(*data()), **options))
+        return jobs.numbers_of(model, model.fit(dataset(*data()), **options))
 
     return run
 
@@ -62,15 +49,15 @@ def from_generator(x: Any, y: Any) -> Any:
     return tf.data.Dataset.from_generator(generate, output_signature=spec).batch(16)
 
 
-CASES["dataset"] = batches(known)
-CASES["dataset_unknown_cardinality"] = batches(from_generator)
-CASES["dataset_infinite"] = batches(
+jobs.CASES["dataset"] = batches(known)
+jobs.CASES["dataset_unknown_cardinality"] = batches(from_generator)
+jobs.CASES["dataset_infinite"] = batches(
     lambda x, y: known(x, y).repeat(), steps_per_epoch=5
 )
-CASES["dataset_steps_per_epoch"] = batches(
+jobs.CASES["dataset_steps_per_epoch"] = batches(
     lambda x, y: known(x, y).repeat(3), steps_per_epoch=4
 )
-CASES["pydataset"] = batches(Sequence, shuffle=False)
+jobs.CASES["pydataset"] = batches(Sequence, shuffle=False)
 
 
 class Sentences(keras.utils.PyDataset):
@@ -102,7 +89,9 @@ def pydataset_of_sequences(scope: Scope) -> Numbers:
         outputs = layers.Dense(3)(layers.Concatenate()([mean, extra]))
         return keras.Model({"words": words, "extra": extra}, outputs)
 
-    model = compiled_in(scope, build, **CROSSENTROPY, weighted_metrics=["accuracy"])
+    model = jobs.compiled_in(
+        scope, build, **CROSSENTROPY, weighted_metrics=["accuracy"]
+    )
     fit = {"epochs": 2, "verbose": 0, "shuffle": False}
     histories = [
         model.fit(
@@ -118,7 +107,7 @@ def pydataset_of_sequences(scope: Scope) -> Numbers:
     evaluated = model.evaluate(Sentences(5, workers=3), verbose=0)
     logs = {f"{i}": list(h.history.values()) for i, h in enumerate(histories)}
     return {
-        **numbers_of(model, **logs),
+        **jobs.numbers_of(model, **logs),
         "evaluated": evaluated,
         "evaluated steps": model.evaluate(Sentences(None), steps=3, verbose=0),
         "predicted": model.predict(Sentences(5), verbose=0),
@@ -126,7 +115,7 @@ def pydataset_of_sequences(scope: Scope) -> Numbers:
     }
 
 
-CASES["dataset_with_weights"] = batches(
+jobs.CASES["dataset_with_weights"] = batches(
     lambda x, y: known(x, y, np.linspace(0.1, 2.0, 51)),
     validation_data=known(*data(23)),
 )
@@ -143,7 +132,7 @@ def distributed_dataset(scope: Scope) -> Numbers:
                 return dataset
             return tf.distribute.get_strategy().experimental_distribute_dataset(dataset)
 
-    model = compiled_in(scope, mlp, **CLASSES)
+    model = jobs.compiled_in(scope, mlp, **jobs.CLASSES)
     history = model.fit(
         distribute(known(x, y)), validation_data=distribute(known(x, y)), verbose=0
     )
@@ -157,7 +146,7 @@ def distributed_dataset(scope: Scope) -> Numbers:
 @case
 def kinds_of_evaluate_and_predict(scope: Scope) -> Numbers:
     x, y = data()
-    model = compiled_in(scope, mlp, **CLASSES, steps_per_execution=3)
+    model = jobs.compiled_in(scope, mlp, **jobs.CLASSES, steps_per_execution=3)
     numbers: Numbers = {}
     for name, kind in {
         "known": known,
@@ -232,9 +221,9 @@ def unequal(scope: Scope, rows: int, of: int | None) -> Numbers:
     def clipping() -> Any:
         return keras.optimizers.Adam(0.05, clipnorm=0.02)
 
-    model = compiled_in(scope, lookups, clipping, **CROSSENTROPY)
+    model = jobs.compiled_in(scope, lookups, clipping, **CROSSENTROPY)
     data = tf.data.Dataset.from_generator(batches, output_signature=spec)
-    return numbers_of(model, model.fit(data, verbose=0))
+    return jobs.numbers_of(model, model.fit(data, verbose=0))
 
 
 @case
@@ -260,7 +249,7 @@ def slices_case(name: str, optimizer: Callable[[], Any]) -> None:
             then=[],
         )
 
-    CASES[f"slices_{name}"] = run
+    jobs.CASES[f"slices_{name}"] = run
 
 
 slices_case("rmsprop", lambda: keras.optimizers.RMSprop(0.05, global_clipnorm=0.05))
@@ -284,14 +273,14 @@ def slices_of_sparse_input(scope: Scope) -> Numbers:
     x = (rng.uniform(size=(21, 12)) > 0.7).astype("float32")
     x[3] = 0
     y = rng.integers(0, 3, 21)
-    model = compiled_in(
+    model = jobs.compiled_in(
         scope,
         lambda: chain((12,), layers.Dense(3), sparse=True),
         lambda: keras.optimizers.Adam(0.05, clipnorm=0.1),
         **CROSSENTROPY,
     )
     data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y)).batch(8)
-    return numbers_of(model, model.fit(data, epochs=2, verbose=0))
+    return jobs.numbers_of(model, model.fit(data, epochs=2, verbose=0))
 
 
 @case
@@ -315,7 +304,7 @@ def slices_in_a_loop(scope: Scope) -> Numbers:
             losses = keras.losses.sparse_categorical_crossentropy(y, logits, True)
             return tf.reduce_sum(losses) / 4
 
-        descend(model, loss_of, optimizer)
+        jobs.descend(model, loss_of, optimizer)
 
     @tf.function
     def run(batch: Any) -> None:
@@ -323,4 +312,4 @@ def slices_in_a_loop(scope: Scope) -> Numbers:
 
     for batch in parts:
         run(batch)
-    return numbers_of(model)
+    return jobs.numbers_of(model)

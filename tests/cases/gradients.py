@@ -8,17 +8,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from cases.training import (
-    CROSSENTROPY,
-    Numbers,
-    Scope,
-    case,
-    chain,
-    compiled_in,
-    data,
-    mlp,
-    numbers_of,
-)
+from cases import training as jobs
+from cases.training import CROSSENTROPY, Numbers, Scope, case, chain, data, mlp
 
 _Step = Callable[[Any, Any, Any], Any]
 
@@ -197,10 +188,10 @@ def _train(
         model(x[:1])
         return model
 
-    model = compiled_in(scope, called, optimizer, **CROSSENTROPY, **more)
+    model = jobs.compiled_in(scope, called, optimizer, **CROSSENTROPY, **more)
     # The rows of the last batch are divided unequally.
     fit = {"batch_size": 9, "epochs": 2, "shuffle": False, "verbose": 0}
-    return numbers_of(model, model.fit(x, y, **fit))
+    return jobs.numbers_of(model, model.fit(x, y, **fit))
 
 
 def _all_of(scope: Scope, steps: Iterable[str], **more: Any) -> Numbers:
@@ -294,7 +285,7 @@ def upstream_gradients(scope: Scope) -> Numbers:
     keras.mixed_precision.set_global_policy("mixed_float16")
     try:
         x = np.full((40, 2), 1e-3, "float32")
-        model = compiled_in(
+        model = jobs.compiled_in(
             scope,
             lambda: chain((2,), layers.Dense(1, use_bias=False)),
             lambda: keras.optimizers.LossScaleOptimizer(

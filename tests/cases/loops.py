@@ -8,21 +8,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from cases.training import (
-    CASES,
-    CLASSES,
-    CROSSENTROPY,
-    Numbers,
-    Scope,
-    case,
-    chain,
-    compiled_in,
-    data,
-    mlp,
-    numbers_of,
-    results,
-    train,
-)
+from cases import training as jobs
+from cases.training import CROSSENTROPY, Numbers, Scope, case, chain, data, mlp, train
 
 
 @case
@@ -70,23 +57,25 @@ def validation(scope: Scope) -> Numbers:
 @case
 def several_fits_and_initial_epoch(scope: Scope) -> Numbers:
     x, y = data()
-    model = compiled_in(scope, mlp, lambda: keras.optimizers.Adam(0.01), **CLASSES)
+    model = jobs.compiled_in(
+        scope, mlp, lambda: keras.optimizers.Adam(0.01), **jobs.CLASSES
+    )
     options = {"batch_size": 16, "shuffle": False, "verbose": 0}
     model.fit(x, y, epochs=1, **options)
     history = model.fit(x, y, epochs=3, initial_epoch=1, **options)
-    return results(model, x, y, history)
+    return jobs.results(model, x, y, history)
 
 
 @case
 def on_batch(scope: Scope) -> Numbers:
     x, y = data(23)
-    model = compiled_in(scope, mlp, **CLASSES)
+    model = jobs.compiled_in(scope, mlp, **jobs.CLASSES)
     numbers: Numbers = {}
     for i, rows in enumerate([slice(0, 16), slice(16, 23), slice(3, 4)]):
         numbers[f"trained {i}"] = model.train_on_batch(x[rows], y[rows])
         numbers[f"tested {i}"] = model.test_on_batch(x[rows], y[rows])
         numbers[f"predicted on {i}"] = model.predict_on_batch(x[rows])
-    return {**numbers, **results(model, x, y)}
+    return {**numbers, **jobs.results(model, x, y)}
 
 
 @case
@@ -107,7 +96,7 @@ def callbacks_that_compute(scope: Scope) -> Numbers:
 def frozen_compiled_again_and_cloned(scope: Scope) -> Numbers:
     x, y = data()
     options = {"batch_size": 16, "shuffle": False, "verbose": 0}
-    model = compiled_in(scope, mlp, **CROSSENTROPY)
+    model = jobs.compiled_in(scope, mlp, **CROSSENTROPY)
     model.fit(x, y, **options)
     with scope():
         model.layers[0].trainable = False
@@ -118,7 +107,7 @@ def frozen_compiled_again_and_cloned(scope: Scope) -> Numbers:
         other.set_weights(model.get_weights())
         other.compile("adam", **CROSSENTROPY)
     other.fit(x, y, **options)
-    return numbers_of(other)
+    return jobs.numbers_of(other)
 
 
 def optimizer_case(name: str, make: Callable[[], Any], **fit: Any) -> None:
@@ -127,7 +116,7 @@ def optimizer_case(name: str, make: Callable[[], Any], **fit: Any) -> None:
         then = ["evaluate"] if make().use_ema else []
         return train(scope, compiled=lambda: {"optimizer": make()}, fit=fit, then=then)
 
-    CASES[name] = run
+    jobs.CASES[name] = run
 
 
 o = keras.optimizers
@@ -159,7 +148,7 @@ def overflow_on_one_replica(scope: Scope) -> Numbers:
     """One huge sample: the step is skipped on all replicas, the scale halved."""
     x, _ = data(32)
     x[20] = 3e38
-    model = compiled_in(
+    model = jobs.compiled_in(
         scope,
         mlp,
         lambda: o.LossScaleOptimizer(o.SGD(0.1), initial_scale=1024.0),
@@ -169,7 +158,7 @@ def overflow_on_one_replica(scope: Scope) -> Numbers:
     target[20] = 3e38
     model.fit(x, target, batch_size=16, epochs=1, shuffle=False, verbose=0)
     scale = keras.ops.convert_to_numpy(model.optimizer.dynamic_scale)
-    return numbers_of(model, scale=scale)
+    return jobs.numbers_of(model, scale=scale)
 
 
 @case
@@ -199,14 +188,14 @@ def made_and_compiled_outside(scope: Scope) -> Numbers:
     with scope():
         model = keras.Sequential([base, layers.Dense(3)])
     model.compile(optimizer, **CROSSENTROPY, metrics=[accuracy])
-    first = numbers_of(model, model.fit(x, y, **FIT))
+    first = jobs.numbers_of(model, model.fit(x, y, **FIT))
     base.trainable = True
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     optimizer.build(model.trainable_variables)
     model.compile(optimizer, **CROSSENTROPY, metrics=["accuracy"])
     second = model.fit(x, y, **FIT, validation_data=(x, y))
     return {
-        **results(model, x, y, second),
+        **jobs.results(model, x, y, second),
         **{f"first {name}": values for name, values in first.items()},
         "features": base.predict(x, verbose=0),
     }
@@ -250,4 +239,4 @@ def metrics_of_a_train_step_made_outside(scope: Scope) -> Numbers:
     with scope():
         model = Own()
     model.compile(keras.optimizers.Adam(0.01))
-    return numbers_of(model, model.fit(x, y, **FIT))
+    return jobs.numbers_of(model, model.fit(x, y, **FIT))

@@ -8,22 +8,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from cases.training import (
-    CASES,
-    CROSSENTROPY,
-    Numbers,
-    Penalty,
-    Scope,
-    case,
-    chain,
-    compiled_in,
-    data,
-    descend,
-    mean_of_squares,
-    mlp,
-    numbers_of,
-    train,
-)
+from cases import training as jobs
+from cases.training import CROSSENTROPY, Numbers, Scope, case, chain, data, mlp, train
 
 
 def loss_case(name: str, loss: Callable[[], Any], **more: Any) -> None:
@@ -42,7 +28,7 @@ def loss_case(name: str, loss: Callable[[], Any], **more: Any) -> None:
         then = [] if "sample_weight" in more else ["evaluate"]
         return train(scope, arrays=(x, target), compiled=compiled, fit=more, then=then)
 
-    CASES[name] = run
+    jobs.CASES[name] = run
 
 
 loss_case("loss_mean", lambda: keras.losses.MeanSquaredError(reduction="mean"))
@@ -72,7 +58,7 @@ def regularization_and_add_loss(scope: Scope) -> Numbers:
         hidden = layers.Dense(
             7, kernel_regularizer=l2(0.1), activity_regularizer=l2(0.01)
         )
-        return chain((5,), hidden, Penalty(mean_of_squares), layers.Dense(3))
+        return chain((5,), hidden, jobs.Penalty(jobs.mean_of_squares), layers.Dense(3))
 
     return train(scope, build, then=["evaluate"])
 
@@ -96,7 +82,7 @@ def number_per_row(scope: Scope) -> Numbers:
     def build(kind: Any) -> Callable[[], keras.Model]:
         def model() -> keras.Model:
             inputs = keras.Input((5,))
-            penalty = Penalty(lambda x: mean_of_squares(x, -1))
+            penalty = jobs.Penalty(lambda x: jobs.mean_of_squares(x, -1))
             hidden = penalty(layers.Dense(7)(inputs))
             return kind(inputs, layers.Dense(3)(hidden))
 
@@ -203,7 +189,7 @@ def losses_of_own_steps(scope: Scope) -> Numbers:
         def train_step(self, batch: Any) -> Any:
             x, y = batch
             target = keras.ops.one_hot(y, 3)
-            loss = descend(
+            loss = jobs.descend(
                 self, lambda: self.loss_of(x, target, self(x, training=True))
             )
             for metric in self.metrics:
@@ -244,7 +230,7 @@ def losses_of_own_steps(scope: Scope) -> Numbers:
         return Own(inputs, layers.Dense(3)(hidden))
 
     for kind in kinds + of_known_size:
-        model = compiled_in(scope, build, lambda: keras.optimizers.SGD(0.01))
+        model = jobs.compiled_in(scope, build, lambda: keras.optimizers.SGD(0.01))
         model.kind = kind
         if f"{kind} weight 0" in numbers:
             kind = f"{kind} of batches of a known size"
@@ -252,7 +238,7 @@ def losses_of_own_steps(scope: Scope) -> Numbers:
             del history.history["rows"]  # a number of Python's, a replica's own
         else:
             history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
-        for name, found in numbers_of(model, history).items():
+        for name, found in jobs.numbers_of(model, history).items():
             flat = np.array(tf.nest.flatten(found), "float64")
             numbers[f"{kind} {name}"] = flat
     return numbers
@@ -311,7 +297,7 @@ def one_row_and_several_losses(scope: Scope) -> Numbers:
 
     def hidden(inputs: Any) -> Any:
         features = layers.Dense(7, kernel_regularizer="l2")(inputs)
-        return Penalty(mean_of_squares)(features)
+        return jobs.Penalty(jobs.mean_of_squares)(features)
 
     x, y = data(3)
     return train(

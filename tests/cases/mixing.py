@@ -7,16 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from cases.training import (
-    CROSSENTROPY,
-    Numbers,
-    Scope,
-    case,
-    chain,
-    compiled_in,
-    data,
-    results,
-)
+from cases import training as jobs
+from cases.training import CROSSENTROPY, Numbers, Scope, case, chain, data
 
 K = keras.ops
 
@@ -261,7 +253,7 @@ def _trained(scope: Scope, functions: list[Any], **more: Any) -> Numbers:
     targets = dict.fromkeys(outputs, y)
     options = {"batch_size": 9, "verbose": 0}
     history = model.fit(x, targets, epochs=2, shuffle=False, **options)
-    return results(model, x, targets, history, 9, ["evaluate"])
+    return jobs.results(model, x, targets, history, 9, ["evaluate"])
 
 
 # One of each kind: a number made of pairs of rows, a number for each row that depends
@@ -336,7 +328,7 @@ def state_of_layers(scope: Scope) -> Numbers:
     def build() -> keras.Model:
         return chain((5,), layers.Dense(4), Kept(), layers.Dense(3))
 
-    model = compiled_in(scope, build, **CROSSENTROPY)
+    model = jobs.compiled_in(scope, build, **CROSSENTROPY)
     found: Numbers = {}
     for number in range(2):
         history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)

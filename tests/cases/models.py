@@ -7,18 +7,8 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 
-from cases.training import (
-    Numbers,
-    Scope,
-    case,
-    chain,
-    compiled_in,
-    data,
-    descend,
-    mlp,
-    numbers_of,
-    train,
-)
+from cases import training as jobs
+from cases.training import Numbers, Scope, case, chain, data, mlp, train
 
 
 class Custom(keras.Model):
@@ -46,7 +36,7 @@ class Custom(keras.Model):
         return loss
 
     def train_step(self, batch: Any) -> Any:
-        descend(self, lambda: self.loss_of(batch, training=True))
+        jobs.descend(self, lambda: self.loss_of(batch, training=True))
         return {m.name: m.result() for m in self.metrics}
 
     def test_step(self, batch: Any) -> Any:
@@ -85,7 +75,7 @@ def logs_of_any_structure(scope: Scope) -> Numbers:
 
     x, y = data(19)
     loss = "sparse_categorical_crossentropy"
-    model = compiled_in(scope, build, lambda: "sgd", loss, metrics=["accuracy"])
+    model = jobs.compiled_in(scope, build, lambda: "sgd", loss, metrics=["accuracy"])
     history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
     return {
         f"log {name}": np.array([tf.nest.flatten(v) for v in values], "float64")
@@ -232,7 +222,7 @@ class Autoencoder(keras.Model):
         return self.compute_loss(y=x, y_pred=y_pred) + 0.1 * spread
 
     def train_step(self, data: Any) -> Any:
-        descend(self, lambda: self.loss_of(data, True))
+        jobs.descend(self, lambda: self.loss_of(data, True))
         return {metric.name: metric.result() for metric in self.metrics}
 
     def test_step(self, data: Any) -> Any:
@@ -247,13 +237,13 @@ def adam() -> Any:
 @case
 def autoencoder_without_call(scope: Scope) -> Numbers:
     x, _ = data()
-    model = compiled_in(scope, Autoencoder, adam, loss="mse")
+    model = jobs.compiled_in(scope, Autoencoder, adam, loss="mse")
     tested = model.evaluate(x[:20], verbose=0, return_dict=True)
     first = model.fit(x, validation_data=(x[:7],), **ROWS).history
     history = model.fit(x, **ROWS)
     on_batch = model.train_on_batch(x[:9], return_dict=True)["spread"]
     return {
-        **numbers_of(model, history, on_batch=on_batch, tested=tested["spread"]),
+        **jobs.numbers_of(model, history, on_batch=on_batch, tested=tested["spread"]),
         **first,
         "decoded": model.decoder.predict(np.ones((3, 4)), verbose=0),
     }
@@ -269,7 +259,7 @@ def validation_without_batches(scope: Scope) -> Numbers:
         return model
 
     x, _ = data(16)
-    model = compiled_in(scope, build, adam, loss="mse")
+    model = jobs.compiled_in(scope, build, adam, loss="mse")
     none = tf.data.Dataset.from_tensor_slices((x[:0],)).batch(8)
     return dict(model.fit(x, validation_data=none, **ROWS).history)
 
@@ -302,12 +292,12 @@ class Game(keras.Model):
         both = tf.concat([self.maker(noise), real], 0)
         truth = tf.concat([ones, zeros], 0)
         losses = (
-            descend(
+            jobs.descend(
                 self.critic,
                 lambda: self.loss_fn(truth, self.critic(both)),
                 self.critic_optimizer,
             ),
-            descend(
+            jobs.descend(
                 self.maker,
                 lambda: self.loss_fn(zeros, self.critic(self.maker(noise))),
                 self.maker_optimizer,
@@ -332,7 +322,9 @@ def two_optimizers_and_dictionaries(scope: Scope) -> Numbers:
         )
     batches = tf.data.Dataset.from_tensor_slices({"real": x, "noise": (noise,)})
     history = model.fit(batches.batch(16), epochs=3, verbose=0)
-    return numbers_of(model, history, steps=model.maker_optimizer.iterations.numpy())
+    return jobs.numbers_of(
+        model, history, steps=model.maker_optimizer.iterations.numpy()
+    )
 
 
 class Distances(layers.Layer):
@@ -361,16 +353,16 @@ class Triplets(Tracked):
             near, far = self.network(data)
             return tf.reduce_mean(tf.maximum(near - far + 0.5, 0.0))
 
-        return self.logs(descend(self.network, loss_of, self.optimizer))
+        return self.logs(jobs.descend(self.network, loss_of, self.optimizer))
 
 
 @case
 def triplets_in_a_tuple(scope: Scope) -> Numbers:
     x, _ = data()
-    model = compiled_in(scope, Triplets, adam, weighted_metrics=["mae"])
+    model = jobs.compiled_in(scope, Triplets, adam, weighted_metrics=["mae"])
     arrays = (x, np.roll(x, 1, 0) * 0.5, np.roll(x, 2, 1))
     batches = tf.data.Dataset.from_tensor_slices(arrays).batch(16)
-    return numbers_of(model, model.fit(batches, epochs=2, verbose=0))
+    return jobs.numbers_of(model, model.fit(batches, epochs=2, verbose=0))
 
 
 def trained_variables(model: Any) -> Numbers:
@@ -389,7 +381,7 @@ def stateful_rows(scope: Scope) -> Numbers:
         return chain((4, 3), states, layers.Dense(1), batch_size=12 // replicas)
 
     x = np.random.default_rng(0).normal(size=(36, 4, 3)).astype("float32")
-    model = compiled_in(scope, build, loss="mse")
+    model = jobs.compiled_in(scope, build, loss="mse")
     fit = {"batch_size": 12, "shuffle": False, "verbose": 0}
     losses = model.fit(x, x[:, 0, :1], epochs=2, **fit).history["loss"]
     losses += model.fit(x, x[:, 1, :1], **fit).history["loss"]
@@ -409,7 +401,7 @@ def inputs_of_the_whole_batch(scope: Scope) -> Numbers:
         return chain((4,), norm, layers.Dense(1), batch_size=16)
 
     x = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
-    model = compiled_in(scope, build, loss="mse")
+    model = jobs.compiled_in(scope, build, loss="mse")
     logs = model.fit(x, x[:, :1], validation_split=0.2, **ROWS).history
     return {**trained_variables(model), **logs}
 
@@ -438,8 +430,8 @@ class HalfLabelled(Tracked):
 @case
 def zipped_batches_of_two_sizes(scope: Scope) -> Numbers:
     x, y = data(36)
-    model = compiled_in(scope, HalfLabelled)
+    model = jobs.compiled_in(scope, HalfLabelled)
     unlabelled = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
     labelled = tf.data.Dataset.from_tensor_slices((x[::2], y[::2])).batch(6)
     pairs = tf.data.Dataset.zip((unlabelled, labelled))
-    return numbers_of(model, model.fit(pairs, verbose=0))
+    return jobs.numbers_of(model, model.fit(pairs, verbose=0))

@@ -6,14 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from groups import (
-    addresses_of,
-    cluster_on,
-    connect_all,
-    in_threads,
-    nothing_stays_open,
-    outcomes,
-)
+import groups
+from groups import addresses_of, cluster_on, outcomes
 from hosts import Hosts
 from kerasdist import errors
 from kerasdist.collectives import connect
@@ -27,7 +21,7 @@ pytestmark = pytest.mark.timeout(90)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    with nothing_stays_open():
+    with groups.nothing_stays_open():
         yield
 
 
@@ -39,7 +33,7 @@ def use_and_close(jobs):
         job.close()
         return total
 
-    assert in_threads(len(jobs), work) == [sum(range(len(jobs)))] * len(jobs)
+    assert groups.in_threads(len(jobs), work) == [sum(range(len(jobs)))] * len(jobs)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +49,7 @@ def use_and_close(jobs):
     ],
 )
 def test_the_transport_is_chosen_by_where_the_workers_are(asked, hosts, chosen):
-    jobs = connect_all(len(hosts), transport=asked, hosts=hosts, replicas=2)
+    jobs = groups.connect_all(len(hosts), transport=asked, hosts=hosts, replicas=2)
     assert [job.transport for job in jobs] == [chosen] * len(hosts)
     assert [job.replicas for job in jobs] == [(2,) * len(hosts)] * len(hosts)
     assert [job.communicator.rank for job in jobs] == list(range(len(hosts)))

@@ -5,13 +5,7 @@ import pytest
 import tensorflow as tf
 from ranks import Job
 
-from kerasdist.compression import (
-    Factors,
-    HalfPrecision,
-    PowerSGD,
-    TopK,
-    compressor_of,
-)
+from kerasdist.compression import Factors, HalfPrecision, PowerSGD, TopK, compressor_of
 
 COMPRESSORS = [
     HalfPrecision("bf16"),

@@ -6,9 +6,8 @@ from devices import begin
 
 from places import SCRIPTS_PATH
 
-SETUP = (
-    begin(3)
-    + """
+SETUP = begin(3)
+SETUP += """
 from kerasdist.layers import ShardedDense, ShardedEmbedding
 
 THREE = ["CPU:0", "CPU:1", "CPU:2"]
@@ -56,7 +55,6 @@ def fit(model):
     return model.fit(
         words, labels, batch_size=16, epochs=1, shuffle=False, verbose=0).history
 """
-)
 
 
 @pytest.fixture(scope="module")

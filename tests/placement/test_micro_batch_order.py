@@ -1,13 +1,7 @@
 """The order of micro-batches on each device, as edges of a graph; and the visits."""
 
-from kerasdist.placement.micro_batch_order import (
-    MicroBatch,
-    Operation,
-    find_edges,
-    find_next,
-    find_visits,
-    union_length,
-)
+from kerasdist.placement import micro_batch_order
+from kerasdist.placement.micro_batch_order import find_next, find_visits
 
 
 class Graph:
@@ -18,16 +12,18 @@ class Graph:
         self.marks = {}
 
     def add(self, device, *inputs, **more):
-        self.nodes.append(Operation(inputs=inputs, device=device, **more))
+        self.nodes.append(
+            micro_batch_order.Operation(inputs=inputs, device=device, **more)
+        )
         return len(self.nodes) - 1
 
     def mark(self, part, *inputs, device="", backward=False):
-        self.marks[len(self.nodes)] = MicroBatch(0, part, backward)
+        self.marks[len(self.nodes)] = micro_batch_order.MicroBatch(0, part, backward)
         return self.add(device, *inputs, works=False)
 
     @property
     def edges(self):
-        found = find_edges(self.nodes, self.marks)
+        found = micro_batch_order.find_edges(self.nodes, self.marks)
         return [(edge.device, edge.before, edge.after) for edge in found]
 
 
@@ -227,4 +223,4 @@ def test_what_begins_when_a_visit_is_over():
     # So many that it would take too long.
     assert not any(find_next(g.nodes, visits * 101, 9))
     # What overlaps counts once.
-    assert union_length([(4, 6), (1, 5), (2, 3)]) == 5
+    assert micro_batch_order.union_length([(4, 6), (1, 5), (2, 3)]) == 5

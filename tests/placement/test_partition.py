@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerasdist.placement.partition import (
-    LayerCost,
-    ModelCost,
-    Run,
-    StageCosts,
-    TensorCost,
-)
+from kerasdist.placement import partition
+from kerasdist.placement.partition import LayerCost, ModelCost, Run, StageCosts
 from pace import bound
 
 PRICE = 3.0
@@ -55,7 +50,7 @@ def models(draw: st.DrawFn) -> ModelCost:
     consumers = st.lists(st.integers(0, last), min_size=1, max_size=3).map(tuple)
     row_bytes = st.integers(1, 20).map(lambda number: UNIT * number)
     tensors = st.builds(
-        TensorCost,
+        partition.TensorCost,
         source=st.integers(-1, last),
         consumers=consumers,
         row_bytes=row_bytes,

@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from elastic_jobs import BEGIN
+from elastic_jobs import elastic_script
 
 from workers import Workers
 
-SCRIPT = (
-    BEGIN
-    + """
+SCRIPT = elastic_script("""
 start, all_of_them, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 if not alone and me >= start:
     while not os.path.exists(f"{folder}/fit"):
@@ -54,8 +52,7 @@ print("RESULT", json.dumps([
     float(model.optimizer.learning_rate),
     [*local, strategy.local_rank - strategy.rank, strategy.local_size],
 ]))
-"""
-)
+""")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ import signal
 
 import numpy as np
 import pytest
-from elastic_jobs import BEGIN
+from elastic_jobs import elastic_script
 
 from workers import Workers
 
-SCRIPT = (
-    BEGIN
-    + """
+SCRIPT = elastic_script("""
 victim, kind, size = sys.argv[1:4]
 victim, size = int(victim), int(size)
 create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
@@ -128,8 +126,7 @@ assert (pace.mine, pace.rank) == (f"rank {me}", me)
 print("RESULT", json.dumps([
     found, whole(model), strategy.size, int(model.optimizer.iterations.numpy()),
 ]))
-"""
-)
+""")
 
 
 def undisturbed(kind):
@@ -148,10 +145,7 @@ def joined(kind, victim, servers=0):
     arguments = [str(victim), kind, "2"]
     env = {"STRATEGY": "ParameterServerStrategy"} if servers else {}
     with Workers(
-        *(SCRIPT, 2, arguments, env),
-        handover=False,
-        deadline=120.0,
-        servers=servers,
+        *(SCRIPT, 2, arguments, env), handover=False, deadline=120.0, servers=servers
     ) as job:
         assert job.wait_one(victim).returncode == -signal.SIGKILL
         job.start_again(victim)

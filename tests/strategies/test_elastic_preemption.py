@@ -6,7 +6,7 @@ import signal
 
 import numpy as np
 import pytest
-from elastic_jobs import BEGIN
+from elastic_jobs import elastic_script
 from soak import soak
 
 from workers import Workers
@@ -15,9 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 # Workers get the signal at the begin of a step; `taken` counts these begins, also of
 # steps that are repeated.
-SCRIPT = (
-    BEGIN
-    + """
+SCRIPT = elastic_script("""
 folder = sys.argv[1]
 ends = json.loads(os.environ.get("ENDS", "{}"))
 units = int(os.environ.get("UNITS", "16"))
@@ -117,8 +115,7 @@ text = json.dumps([
     earlier,
 ])
 os.write(1, f"RESULT {text}\\n".encode())
-"""
-)
+""")
 
 
 class Job:
@@ -129,13 +126,7 @@ class Job:
         self.script = folder / "train.py"
         self.script.write_text(SCRIPT)
 
-    def run(
-        self,
-        size,
-        ends=None,
-        servers=0,
-        **env,
-    ):
+    def run(self, size, ends=None, servers=0, **env):
         variables = {
             "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
             "ENDS": json.dumps(ends or {}),
@@ -208,12 +199,7 @@ def test_workers_leave_and_nothing_is_repeated(alone, tmp_path, ends):
 
 @pytest.mark.parametrize(
     ("before", "after", "servers"),
-    [
-        (1, 2, 0),
-        soak(2, 3, 0),
-        soak(2, 1, 0),
-        soak(3, 2, 2),
-    ],
+    [(1, 2, 0), soak(2, 3, 0), soak(2, 1, 0), soak(3, 2, 2)],
 )
 def test_the_next_start_continues_in_the_midst_of_the_epoch(
     alone, tmp_path, before, after, servers

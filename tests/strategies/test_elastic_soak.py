@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from elastic_jobs import BEGIN
+from elastic_jobs import elastic_script
 
 from waiting import wait_until
 from workers import Workers
@@ -23,9 +23,7 @@ SIZE = 4
 # continued without a frozen one.
 JOIN, FROZEN = 60.0, 30.0
 
-SCRIPT = (
-    BEGIN
-    + """
+SCRIPT = elastic_script("""
 stop, epochs = sys.argv[1], int(sys.argv[2])
 strategy = kerasdist.RingStrategy(elastic=True, startup_timeout=60)
 with strategy.scope():
@@ -67,8 +65,7 @@ history = model.fit(
 print("RESULT", json.dumps([
     lists(history.history), whole(model), int(model.optimizer.iterations.numpy()),
 ]))
-"""
-)
+""")
 
 
 class Losses:

@@ -95,9 +95,8 @@ SHARES = [
 def test_servers_serve_until_all_workers_have_finished_and_end_well():
     # Also a second strategy of the script, a third with other settings, which ends
     # both, and a fourth when all are closed.
-    script = (
-        script_of(epochs=2)
-        + """
+    script = script_of(epochs=2)
+    script += """
 def gathered(strategy):
     found = strategy.communicator.all_gather(np.int64(strategy.rank))
     print("RESULT", json.dumps([int(each[0]) for each in found]))
@@ -118,7 +117,6 @@ gathered(fourth)
 (total,) = fourth.communicator.all_reduce([np.ones(1_000_000, np.float32)])
 print("RESULT", total.max())
 """
-    )
     with Workers(script, 2, servers=2, deadline=90) as job:
         finished = job.succeed()
     for worker in finished[:2]:

@@ -26,11 +26,7 @@ def build():
 
 def test_a_plan_for_devices_that_are_not_here():
     plan = kerasdist.plan(
-        build,
-        ["GPU:0", "GPU:1"],
-        batch_size=32,
-        optimizer="adam",
-        memory_limits="16GB",
+        build, ["GPU:0", "GPU:1"], batch_size=32, optimizer="adam", memory_limits="16GB"
     )
     assert plan.fits
     assert list(plan.placement.values()) == ["GPU:0"] * 2 + ["GPU:1"] * 3

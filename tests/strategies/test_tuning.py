@@ -13,20 +13,11 @@ from groups import Group, addresses_of, cluster_on, in_threads, nothing_stays_op
 from kerasdist.collectives import connect
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.ring import HierarchicalCommunicator, RingCommunicator
-from kerasdist.strategies.tuning import (
-    _SIZES,
-    Choice,
-    MeasuredLink,
-    compute_of,
-    faster_job,
-    measure_link,
-    predicted_step,
-    read_known,
-    search,
-)
+from kerasdist.strategies import tuning
+from kerasdist.strategies.tuning import MeasuredLink, predicted_step, read_known, search
 from workers import Workers
 
-GIVEN = Choice(25_000_000, None)
+GIVEN = tuning.Choice(25_000_000, None)
 MODELS = st.lists(st.integers(1_000, 40_000_000), min_size=1, max_size=30)
 LINKS = st.builds(MeasuredLink, st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))
 
@@ -57,12 +48,12 @@ def test_a_search_finds_what_brute_force_finds_in_at_most_20_steps(
             choice = searching.send(seconds(choice))
     best = min(
         predicted_step(sizes, size, compute, link)
-        for size in (*_SIZES, GIVEN.bucket_size)
+        for size in (*tuning._SIZES, GIVEN.bucket_size)
     )
     assert seconds(end.value.value) <= 1.05 * best
     assert 3 * len(tries[:-1]) + 3 * len(("factors", "bf16")) <= 20
     step = predicted_step(sizes, GIVEN.bucket_size, compute, link)
-    found = compute_of(sizes, GIVEN.bucket_size, step, link)
+    found = tuning.compute_of(sizes, GIVEN.bucket_size, step, link)
     again = predicted_step(sizes, GIVEN.bucket_size, found, link)
     assert again == pytest.approx(step, rel=1e-6)
 
@@ -71,7 +62,7 @@ def test_a_search_finds_what_brute_force_finds_in_at_most_20_steps(
 def test_numbers_change_only_for_much(gain, taken):
     searching = search([1000], GIVEN, MeasuredLink(1e-5, 1e-9), ["bf16"])
     assert next(searching) == GIVEN
-    assert searching.send(1.0) == Choice(GIVEN.bucket_size, "bf16")
+    assert searching.send(1.0) == tuning.Choice(GIVEN.bucket_size, "bf16")
     assert searching.send(1 - gain) == GIVEN  # once more: its first steps were slow
     with pytest.raises(StopIteration) as end:
         searching.send(1.1)
@@ -81,7 +72,7 @@ def test_numbers_change_only_for_much(gain, taken):
 @pytest.mark.parametrize("kind", [("aab", 3), ("tcp", 3), ("shared", 3)])
 def test_pieces_are_those_of_all_ranks_and_keep_the_sums(kind):
     with Group(*kind) as group:
-        links = group.run(measure_link)
+        links = group.run(tuning.measure_link)
         sizes = group.run(lambda c: c.piece_bytes)
         assert links == [links[0]] * 3
         assert sizes == [sizes[0]] * 3
@@ -106,7 +97,7 @@ def test_the_faster_transport_is_kept(monkeypatch, slow):
     def work(rank):
         cluster = cluster_on(addresses, rank)
         connected = functools.partial(connect, cluster, host="aabb"[rank])
-        job = faster_job(connected(), lambda: connected(transport="tcp"))
+        job = tuning.faster_job(connected(), lambda: connected(transport="tcp"))
         (total,) = job.communicator.all_reduce([np.float64(rank)])
         job.close()
         return job.transport, total

@@ -6,7 +6,7 @@ results = run(body, size=3)      # what each worker has printed as its result
 from typing import Any
 
 import keras
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from workers import Workers
 
@@ -42,9 +42,7 @@ class Digests(keras.callbacks.Callback):
 
 """
 
-SETUP = (
-    PRELUDE
-    + """
+SETUP = with_prelude("""
 devices = int(os.environ.get("DEVICES", "1"))
 logical_devices(devices)
 strategy = kerasdist.ParameterServerStrategy(
@@ -54,12 +52,10 @@ strategy = kerasdist.ParameterServerStrategy(
     heartbeat_timeout=float(os.environ.get("HEARTBEAT", "30")),
     max_staleness=json.loads(os.environ.get("STALENESS", "null")),
     snapshot_dir=os.environ.get("SNAPSHOTS"), snapshot_updates=10)
-"""
-)
+""")
 
-BEFORE = (
-    DIGESTS
-    + """
+BEFORE = DIGESTS
+BEFORE += """
 rank = strategy.rank
 keras.utils.set_random_seed(1)
 rng = np.random.default_rng(0)
@@ -91,7 +87,6 @@ def wait_for(path):
     wait_until(lambda: os.path.exists(path))
 
 """
-)
 
 SCRIPT = SETUP + BEFORE + "BODY\nstrategy.close()\n"
 

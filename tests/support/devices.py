@@ -71,9 +71,8 @@ def run(setup: str, body: str) -> Any:
 
 
 # Two layers for three devices, and where a variable is.
-TWO_LAYERS = (
-    begin(3)
-    + """
+TWO_LAYERS = begin(3)
+TWO_LAYERS += """
 def device(variable):
     return variable.value.device.rpartition("/device:")[2]
 
@@ -85,4 +84,3 @@ def two_layers():
         [keras.layers.Dense(3, name="first"), keras.layers.Dense(2, name="second")]
     )
 """
-)

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from moments import Fault, dumps
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from places import SCRIPTS_PATH
 from workers import Workers
 
 # What scripts of elastic jobs begin with: their data, and a model for these.
-BEGIN = (
-    PRELUDE
-    + """
+_BEGIN = with_prelude("""
 alone = "TF_CONFIG" not in os.environ
 me = 0 if alone else int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 random = np.random.default_rng(0)
@@ -44,8 +42,12 @@ def lists(values):
 def whole(model):
     return np.concatenate([w.numpy().ravel() for w in model.weights]).tolist()
 
-"""
-)
+""")
+
+
+def elastic_script(script: str) -> str:
+    return _BEGIN + script
+
 
 # Of a process that was frozen: seconds until it ends, once it runs again.
 _END = 30.0

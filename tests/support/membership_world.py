@@ -30,39 +30,27 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from kerasdist.collectives.elastic import epochs
 from kerasdist.collectives.elastic.consensus import PaxosParticipant
 from kerasdist.collectives.elastic.epochs import (
-    Apply,
-    Dead,
     Decision,
-    Event,
-    Fetched,
-    Finished,
-    GiveUp,
-    Install,
-    Leave,
     Member,
     Message,
     Progress,
-    Received,
-    Send,
-    Silent,
-    Stop,
-    StopReason,
-    Suspend,
-    Timeout,
     TooLate,
-    first_decision,
-    is_quorum,
 )
 
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 
 COLLECTIVES = 2  # of a step
 ROUNDS = 8  # of time-outs, until progress without failures
-_EVENTS = {"timeout": Timeout(), "giveup": GiveUp(), "leave": Leave()}
+_EVENTS = {
+    "timeout": epochs.Timeout(),
+    "giveup": epochs.GiveUp(),
+    "leave": epochs.Leave(),
+}
 # Why a process has stopped that starts again.
-REJOINING = (StopReason.EXCLUDED, StopReason.NO_ELDER)
+REJOINING = (epochs.StopReason.EXCLUDED, epochs.StopReason.NO_ELDER)
 
 
 class Violation(AssertionError):
@@ -97,7 +85,7 @@ class World:
     ) -> None:
         self.new = machine
         self.min_workers = min_workers
-        first = first_decision(tuple(Member(n) for n in range(size)))
+        first = epochs.first_decision(tuple(Member(n) for n in range(size)))
         self.processes = {
             n: Process(machine(Member(n), first, min_workers=min_workers))
             for n in range(size)
@@ -146,7 +134,7 @@ class World:
         sender, to, message = item
         process = self.processes[to.id]
         if process.alive and process.me == to:
-            self.call(process, Received(sender, message))
+            self.call(process, epochs.Received(sender, message))
 
     def _again(self, a: int, b: int) -> bool:
         item = self.last.get((a, b))
@@ -212,17 +200,17 @@ class World:
         # Also what it was before it started again.
         for incarnation in range(other.me.incarnation + 1):
             if (member := Member(b, incarnation)) in self.gone:
-                self.call(process, Dead(member))
+                self.call(process, epochs.Dead(member))
         return True
 
     def _silent(self, a: int, b: int) -> bool:
         process, other = self._living(a), self.processes.get(b)
         if process is None or other is None or a == b:
             return False
-        self.call(process, Silent(other.me))
+        self.call(process, epochs.Silent(other.me))
         return True
 
-    def _simple(self, a: int, event: Event) -> bool:
+    def _simple(self, a: int, event: epochs.Event) -> bool:
         process = self._living(a)
         if process is None:
             return False
@@ -240,7 +228,7 @@ class World:
 
     def _apply(self, a: int) -> bool:
         living = tuple(each.me for each in self.processes.values() if each.alive)
-        return self._simple(a, Apply(tuple(m for m in living if m.id != a)))
+        return self._simple(a, epochs.Apply(tuple(m for m in living if m.id != a)))
 
     def _work(self, a: int) -> bool:
         process = self._living(a)
@@ -283,7 +271,7 @@ class World:
                 and self.reaches(member.id, process.me.id)
             ):
                 outputs = self.call(
-                    process, Fetched(decision.epoch.number, Progress(wanted))
+                    process, epochs.Fetched(decision.epoch.number, Progress(wanted))
                 )
                 if TooLate() in outputs or not process.alive:
                     return True
@@ -313,7 +301,7 @@ class World:
         before = dict(process.results)
         if last:
             process.results[step + 1] = hash((before[step], step + 1, epoch))
-        outputs = self.call(process, Finished(epoch[0] if epoch else 0, new))
+        outputs = self.call(process, epochs.Finished(epoch[0] if epoch else 0, new))
         if TooLate() in outputs:
             process.done -= 1
             process.results = before
@@ -322,21 +310,21 @@ class World:
 
     # The machine, and what must hold.
 
-    def call(self, process: Process, event: Event) -> tuple[object, ...]:
+    def call(self, process: Process, event: epochs.Event) -> tuple[object, ...]:
         outputs = process.machine.handle(event)
         for output in outputs:
-            if type(output) is Send:
+            if type(output) is epochs.Send:
                 to = output.to
                 known = self.processes.get(to.id)
                 if known and known.me == to and known.alive:
                     item = (process.me, to, output.message)
                     self.lines.setdefault((process.me.id, to.id), []).append(item)
-            elif type(output) is Install:
+            elif type(output) is epochs.Install:
                 self._installed(process, output.decision)
-            elif type(output) is Stop:
+            elif type(output) is epochs.Stop:
                 self.counts["stops"] += 1
                 self._end(process)
-            elif type(output) is not Suspend and type(output) is not TooLate:
+            elif type(output) is not epochs.Suspend and type(output) is not TooLate:
                 raise Violation(f"unknown output {output}")
         return outputs
 
@@ -426,7 +414,7 @@ class World:
         for _ in range(3):
             for process in self.living():
                 if not process.frozen:
-                    self.call(process, GiveUp())
+                    self.call(process, epochs.GiveUp())
             self._quiet()
         return "stops"
 
@@ -460,7 +448,7 @@ class World:
             return True
         for process in active:
             suspended = process.machine.suspended
-            self.call(process, Timeout())
+            self.call(process, epochs.Timeout())
             if suspended:
                 self._quiet()
         return False
@@ -510,7 +498,7 @@ class World:
             settled = known and not decision.epoch.absent
             elders = set(members) if settled else decision.epoch.elders
             if (
-                is_quorum(present, members, self.gone)
+                epochs.is_quorum(present, members, self.gone)
                 and useful & elders
                 and len(present) >= self.min_workers
             ):
@@ -561,11 +549,11 @@ def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation
     slow: dict[tuple[int, int], bool] = {}
     slowness = chance.choice((0, 0.2, 0.5))
     strike = chance.choice((0, 0.2, 0.6))
-    epochs = 0
+    latest = 0
     for name in chance.choices(names, cum_weights=sums, k=length):
-        if epochs < world.counts["epochs"]:
+        if latest < world.counts["epochs"]:
             # One is in a new epoch, the others may not have heard of it.
-            epochs = world.counts["epochs"]
+            latest = world.counts["epochs"]
             if chance.random() < strike:
                 yield from _strike(world, chance, world.latest)
         if name == "deliver" and not world.lines:

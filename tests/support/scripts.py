@@ -38,6 +38,11 @@ def refused(call):
     return (error_of(call) or [None, None])[1]
 """
 
+
+def with_prelude(script: str) -> str:
+    return PRELUDE + script
+
+
 # Needs `strategy`.
 NOTING = """
 trained = []

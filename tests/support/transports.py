@@ -1,10 +1,8 @@
 """A job that trains by any transport, for tests of transports in other folders."""
 
-from scripts import PRELUDE
+from scripts import with_prelude
 
-ALL_TRANSPORTS = (
-    PRELUDE
-    + """
+ALL_TRANSPORTS = with_prelude("""
 from kerasdist import RingStrategy
 
 transport, devices, eagerly = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "eager"
@@ -46,5 +44,4 @@ result({
     "task": strategy.cluster_resolver.task_id,
     "local": [strategy.local_rank, strategy.local_size],
 })
-"""
-)
+""")

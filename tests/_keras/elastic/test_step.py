@@ -11,12 +11,8 @@ from sessions import Session
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = (
-    PRELUDE
-    + f"""
-sys.path.insert(0, {str(SUPPORT)!r})
-"""
-    + """
+SCRIPT = f"{PRELUDE}\nsys.path.insert(0, {str(SUPPORT)!r})\n"
+SCRIPT += """
 from elastic_double import ElasticDouble
 from keras import layers
 
@@ -60,7 +56,6 @@ def compare(train):
     hit = run(train, shifted)
     result([calm, hit])
 """
-)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE
+from scripts import with_prelude
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -18,9 +18,7 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 from tensorflow.python.checkpoint import checkpoint
 
 os.chdir(os.environ["FOLDER"])
@@ -101,8 +99,7 @@ result({
         for w in keras.models.load_model("user_0.keras").get_weights())),
 })
 strategy.close()
-"""
-)
+""")
 
 
 # In the midst of an epoch's callbacks, of which some have written and some haven't; in

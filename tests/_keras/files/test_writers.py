@@ -9,7 +9,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 from soak import soak
 
 from sessions import Session
@@ -17,9 +17,7 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
 
-SETUP = (
-    PRELUDE
-    + """
+SETUP = with_prelude("""
 import tempfile
 from keras.models import load_model, save_model  # before there is a strategy
 
@@ -47,8 +45,7 @@ def fit(m, callbacks=(), **more):
 
 def total(m):
     return float(sum(np.abs(w).sum() for w in m.get_weights()))
-"""
-)
+""")
 
 BEFORE = """
 os.chdir(os.environ["FOLDER"])

@@ -1,6 +1,6 @@
 """What scripts written for TensorFlow's own strategies ask of ours."""
 
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.strategies.cluster_resolver import resolver_of
@@ -20,9 +20,7 @@ def test_the_resolver_has_the_tasks_of_tf_config():
     assert resolver_of(Cluster(rank=0, size=1), 2, 4).task_id == 2
 
 
-START = (
-    PRELUDE
-    + """
+START = with_prelude("""
 from kerasdist import errors
 
 strategy = STRATEGY
@@ -53,8 +51,7 @@ def loop(jit=False, seed=1):
     for a, b in strategy.experimental_distribute_dataset(data):
         train(a, b)
     return [float(w.sum()) for w in model.get_weights()]
-"""
-)
+""")
 
 
 PLAIN_LOOP = """

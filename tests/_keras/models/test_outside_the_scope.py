@@ -3,14 +3,12 @@
 import keras
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 import kerasdist
 from workers import Workers
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 import warnings
 
 logical_devices(2)
@@ -40,8 +38,7 @@ dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(optio
 
 def train(model):
     return lambda: model.fit(x, y, batch_size=8, verbose=0)
-"""
-)
+""")
 
 
 USED = """

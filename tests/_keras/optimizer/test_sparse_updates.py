@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist._keras.training.weight_updates import (
     embedding_tables,
@@ -92,9 +92,7 @@ def test_tables_are_those_of_embedding_layers():
 
 def test_threads_update_rows_in_the_same_order_on_all_workers():
     """TensorFlow's own updates give other last bits in most epochs of this job."""
-    script = (
-        PRELUDE
-        + """
+    script = with_prelude("""
 strategy = kerasdist.RingStrategy(timeout=60)
 rng = np.random.default_rng(0)
 x, y = rng.integers(0, 20_000, (2048, 20)), rng.integers(0, 10, 2048)
@@ -105,7 +103,6 @@ for optimizer in (keras.optimizers.SGD(0.1), keras.optimizers.Adagrad(0.1)):
             keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(10)])
         m.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(True))
     m.fit(x, y, batch_size=512, epochs=3, verbose=0)
-"""
-    )
+""")
     with Workers(script, 2, env={"TF_NUM_INTRAOP_THREADS": "4"}) as job:
         assert "differed between" not in job.succeed()[0].output

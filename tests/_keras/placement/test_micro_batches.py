@@ -10,9 +10,8 @@ from placement_zoo import ZOO
 from places import SCRIPTS_PATH
 from workers import Workers
 
-SETUP = (
-    begin(3)
-    + """
+SETUP = begin(3)
+SETUP += """
 rng = np.random.default_rng(0)
 THREE = {"on0.*": "CPU:0", "on1.*": "CPU:1", "on2.*": "CPU:2"}
 
@@ -31,7 +30,6 @@ def close(a, b, **how):
         lambda x, y: np.testing.assert_allclose(x, y, **{
             "rtol": 1e-5, "atol": 1e-6, **how}), a, b)
 """
-)
 
 
 @pytest.fixture(scope="module")
@@ -228,11 +226,8 @@ def test_what_is_refused(run):
 CUTS = ((3, 3), (4, 2), (3, 2), (4, 3))
 # In the suite two kinds have one of them; the soak test has all others.
 CUT = {"everything": CUTS[1], "many": CUTS[0]}
-ZOO_SCRIPT = (
-    f"""
-sys.path[:0] = {SCRIPTS_PATH!r}.split(os.pathsep)
-"""
-    + """
+ZOO_SCRIPT = f"sys.path[:0] = {SCRIPTS_PATH!r}.split(os.pathsep)\n"
+ZOO_SCRIPT += """
 import placement_zoo as zoo
 
 found = []
@@ -257,7 +252,6 @@ for name, cuts in CUTS.items():
             [name, parts, differ[:5], zoo.misplaced_variables(model, devices)[:5]])
 result(found)
 """
-)
 
 
 def check_kinds(run, cuts, plain):

@@ -2,17 +2,14 @@
 
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from sessions import Session
 from workers import Workers
 
-SETUP = (
-    PRELUDE
-    + """
+SETUP = with_prelude("""
 strategy = kerasdist.RingStrategy(timeout=60)
-"""
-)
+""")
 
 BEFORE = """
 folder = os.environ["FOLDER"]

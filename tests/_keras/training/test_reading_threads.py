@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from workers import Workers
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 import itertools
 
 strategy = kerasdist.RingStrategy()
@@ -47,8 +45,7 @@ except ValueError:
     if way == "caught":
         sys.exit(3)
     raise
-"""
-)
+""")
 
 
 def test_others_are_informed_before_a_process_waits_for_its_threads(

@@ -7,7 +7,7 @@ import json
 import keras
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 import kerasdist
 from groups import Group
@@ -20,9 +20,7 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-COMMON = (
-    PRELUDE
-    + """
+COMMON = with_prelude("""
 from kerasdist.callbacks import ScaleLearningRate, Timeline
 
 folder = os.environ["FOLDER"]
@@ -50,8 +48,7 @@ def recorders(communicator):
     found = []
     communicator.add_recorder, communicator.remove_recorder = add, remove
     return found
-"""
-)
+""")
 
 
 def read(path):

@@ -121,11 +121,7 @@ def test_what_isnt_secret_is_shown():
 
 
 @pytest.mark.parametrize(
-    "command",
-    [
-        ["env", "--no-tensorflow"],
-        ["doctor", "--json", "--timeout", "0"],
-    ],
+    "command", [["env", "--no-tensorflow"], ["doctor", "--json", "--timeout", "0"]]
 )
 def test_a_reader_that_has_enough_ends_it_without_a_traceback(command):
     """`kerasdist env | head`, and documents, which are printed at the end."""

@@ -16,9 +16,7 @@ def run(size, ends, **options):
 
 
 @pytest.mark.parametrize(
-    ("size", "ends"),
-    [(4, [[0, 3], [2, 5], [3, 12]]), (2, [[0, 2], [1, 7]])],
-    ids=str,
+    ("size", "ends"), [(4, [[0, 3], [2, 5], [3, 12]]), (2, [[0, 2], [1, 7]])], ids=str
 )
 def test_the_others_continue_without_a_repetition(size, ends):
     finished = run(size, ends)

@@ -4,9 +4,7 @@ import pytest
 
 from kerasdist.parameter_server import ServerSettings
 from kerasdist.parameter_server.channel import Message, memory_pair
-from kerasdist.parameter_server.server.handler import (
-    RequestHandler,
-)
+from kerasdist.parameter_server.server.handler import RequestHandler
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType

@@ -42,8 +42,7 @@ def products_in_order():
 
 @pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize(
-    "name",
-    but_soak(["schedule_accumulation"], [*OPTIMIZERS, "normalized"]),
+    "name", but_soak(["schedule_accumulation"], [*OPTIMIZERS, "normalized"])
 )
 def test_one_worker_is_plain_keras(name, tmp_path):
     """Alone, and with a table of weights, which it has for the sake of snapshots."""

@@ -17,9 +17,8 @@ from sessions import Session
 pytestmark = pytest.mark.timeout(150)
 
 # Sample i is the number i: what a step was given can be read off.
-BEFORE = (
-    NOTING
-    + """
+BEFORE = NOTING
+BEFORE += """
 rank = strategy.rank
 keras.utils.set_random_seed(1)
 model = noting(0.01)
@@ -54,7 +53,6 @@ def fit(data, **more):
     model.fit(data, verbose=0, **{"callbacks": [log], "epochs": 2, **more})
 
 """
-)
 AFTER = "\nresult(log.epochs)\n"
 
 
@@ -241,9 +239,8 @@ loop = strategy.experimental_distribute_dataset(data)
 @pytest.mark.parametrize("devices", [1, soak(2)])
 def test_custom_loops(run, double, devices):
     """As TensorFlow's guides write them; the first step creates the variables."""
-    body = (
-        LOOP
-        + """
+    body = LOOP
+    body += """
 def plain():
     return sum(float(run(batch)) for batch in loop)
 
@@ -280,7 +277,6 @@ for kind in (plain, with_a_function, with_next, over_the_dataset):
                        [w.tolist() for w in dense.get_weights()]])
     log.epochs.append([kind.__name__, epochs, len(traced)])
 """
-    )
     results = (run if devices == 1 else double)(body)
     kinds = list(zip(*results, strict=True))
     assert len(kinds) == 4
@@ -303,9 +299,8 @@ for kind in (plain, with_a_function, with_next, over_the_dataset):
 
 def test_a_batch_for_one_worker_and_loops_that_are_left(run):
     """Workers take other numbers of batches, and meet after each pass in any case."""
-    body = (
-        LOOP
-        + """
+    body = LOOP
+    body += """
 one = strategy.experimental_distribute_dataset(data.take(1))
 new()
 ones = [float(run(batch)) for batch in one]
@@ -321,7 +316,6 @@ log.epochs = [len(ones), float(together), len(mine),
 two = [strategy.experimental_distribute_dataset(data) for _ in range(2)]
 log.epochs.append(refused(lambda: [run(batch) for batch in two[rank]]))
 """
-    )
     first, second = run(body)
     assert first[0] + second[0] == 1
     assert [first[1], second[1]] == [2.0, 2.0]

@@ -7,16 +7,14 @@ import json
 
 import keras
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist.strategies.asynchronous.tables import StepCount
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 import shutil
 from kerasdist._keras.learning_rate import steps_of
 from kerasdist.callbacks import BroadcastInitialState
@@ -58,8 +56,7 @@ kept = keras.callbacks.BackupAndRestore(
 m.fit(x, x, batch_size=4, epochs=3, verbose=0,
       callbacks=[BroadcastInitialState(verbose=0), kept, Steps()])
 result([Steps.found, int(steps_of(m.optimizer)), float(m.get_weights()[0][0, 0])])
-"""
-)
+""")
 
 
 def test_steps_go_on_with_those_that_are_in_the_weights(tmp_path):

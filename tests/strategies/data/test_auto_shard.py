@@ -8,9 +8,8 @@ from scripts import NOTING, PRELUDE
 from kerasdist.strategies.data.own_rows import own_sizes
 from workers import Workers
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = PRELUDE + NOTING
+SCRIPT += """
 strategy = kerasdist.RingStrategy(timeout=100)
 rank, size = strategy.rank, strategy.size
 Policy = tf.data.experimental.AutoShardPolicy
@@ -43,9 +42,6 @@ def read(paths, batch_size=8):
     records = tf.data.TFRecordDataset(paths).batch(1).map(parse).unbatch()
     return by(Policy.FILE, records.batch(batch_size))
 
-"""
-    + NOTING
-    + """
 model = noting(0.0)
 model.run_eagerly = True  # takes less time
 
@@ -67,7 +63,6 @@ def predict(dataset):
 def refusal(dataset):
     return refused(lambda: model.fit(dataset, verbose=0))
 """
-)
 
 
 def test_each_worker_reads_its_own_files(tmp_path):

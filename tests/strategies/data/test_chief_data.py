@@ -7,31 +7,25 @@ reference can make the chief's.
 
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 import kerasdist
 from sessions import Session
 
-WORKER = (
-    PRELUDE
-    + """
+WORKER = with_prelude("""
 logical_devices(2)
 strategy = kerasdist.RingStrategy(devices=["CPU:0"], timeout=60)
 rank, size, scope = strategy.rank, strategy.size, strategy.scope
 def another(**options):
     return kerasdist.RingStrategy(timeout=60, **options).scope
-"""
-)
+""")
 
-PLAIN = (
-    PRELUDE
-    + """
+PLAIN = with_prelude("""
 logical_devices(2)
 rank, scope = 0, contextlib.nullcontext
 def another(**options):
     return scope
-"""
-)
+""")
 
 BEFORE = """
 tf.random.set_seed(3)

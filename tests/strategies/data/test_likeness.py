@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kerasdist.strategies.data.choice import (
-    Seen,
-    are_alike,
-    is_telling,
-    sample_rows,
-)
+from kerasdist.strategies.data.choice import Seen, are_alike, is_telling, sample_rows
 from kerasdist.strategies.data.comparison import digest_of, row_hashes
 from kerasdist.strategies.data.encoding import decode, encode, pack, unpack
 

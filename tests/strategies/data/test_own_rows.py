@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist._tf.row_pipelines import row_pipeline
 from kerasdist.strategies.data.batch_split import slice_dataset
@@ -112,9 +112,7 @@ def test_why_rows_cannot_be_made_alone(make, why):
     assert why in row_pipeline(make())
 
 
-MODEL = (
-    PRELUDE
-    + """
+MODEL = with_prelude("""
 tf.random.set_seed(3)
 X = np.random.default_rng(5).normal(size=(46, 8)).astype("float32")
 
@@ -138,15 +136,13 @@ def trials(scope, rank):
     # The order differs between the ranks: rank 0's.
     order = np.random.default_rng(rank).permutation(46)
     trial(rows(X[order]).map(weigh).batch(9).prefetch(2), scope)
-"""
-)
+""")
 
 
 def test_fit_has_the_numbers_of_one_process():
     plain_body = MODEL + "\ntrials(contextlib.nullcontext, 0)"
-    body = (
-        MODEL
-        + """
+    body = MODEL
+    body += """
 s = kerasdist.RingStrategy(timeout=60)
 trials(s.scope, s.rank)
 def slow(x, y):
@@ -160,7 +156,6 @@ told = rows(X).map(slowly).map(shaped).cache().batch(9)
 trial(told, s.scope)
 trial(told, s.scope)
 """
-    )
     with (
         Workers(plain_body, 1, env={"TF_CONFIG": None}, handover=False) as plain,
         Workers(body, 2, deadline=120) as job,

@@ -16,16 +16,12 @@ from kerasdist.strategies.data.pydataset_exchange import ItemForm
 from pace import bound
 from workers import Workers
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = PRELUDE + NOTING
+SCRIPT += """
 keras.utils.set_random_seed(1)  # and the orders of epochs
 strategy = kerasdist.RingStrategy(timeout=60)
 rank, size = strategy.rank, strategy.size
 x = np.arange(42, dtype="float32")[:, None]
-"""
-    + NOTING
-    + """
 model = noting(1e-6)
 
 class Items(keras.utils.PyDataset):
@@ -48,7 +44,6 @@ def taken(log):
     return result
 
 """
-)
 
 
 READ = """

@@ -8,14 +8,12 @@ import importlib.util
 import zipfile
 
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from places import ROOT
 from workers import Workers
 
-_MODEL = (
-    PRELUDE
-    + """
+_MODEL = with_prelude("""
 from keras.distribution import set_distribution  # before the line below
 kerasdist.enable_keras_distribution()
 keras.utils.set_random_seed(3)  # on all, not on the first one alone
@@ -42,12 +40,10 @@ def fit(*data, **options):
     made = model()
     history = made.fit(*data, epochs=2, verbose=0, **options).history
     return made, sum(history.values(), [])
-"""
-)
+""")
 
-_FIT = (
-    _MODEL
-    + """
+_FIT = _MODEL
+_FIT += """
 folder = Path(sys.argv[1])
 is_first = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
 
@@ -97,7 +93,6 @@ with distribution.scope():
     assert np.allclose(again, found[:4], rtol=2e-5), (again, found)
 result([devices, strategy.size, outside, expected, found])
 """
-)
 
 
 def test_numbers_are_those_of_one_process(tmp_path):
@@ -111,9 +106,8 @@ def test_numbers_are_those_of_one_process(tmp_path):
         assert found == pytest.approx(expected, rel=2e-5, abs=1e-6)
 
 
-_REFUSALS = (
-    _MODEL
-    + """
+_REFUSALS = _MODEL
+_REFUSALS += """
 devices = D.list_devices()
 mesh = D.DeviceMesh((1, len(devices)), ["batch", "model"], devices)
 layouts = D.LayoutMap(mesh)
@@ -151,7 +145,6 @@ layout = D.TensorLayout((None, "model"), mesh)
 refusals.append(refused(lambda: D.distribute_tensor(np.ones((2, 2)), layout)))
 result([nothing_set, refusals, mine, alone])
 """
-)
 
 
 def test_what_is_refused_and_data_of_each_worker():

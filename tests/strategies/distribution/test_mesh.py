@@ -7,10 +7,7 @@ import keras
 import pytest
 from keras.src.distribution import distribution_lib
 
-from kerasdist.strategies.distribution import (
-    check_kind,
-    local_devices,
-)
+from kerasdist.strategies.distribution import check_kind, local_devices
 
 DeviceMesh = keras.distribution.DeviceMesh
 NAMES = {"num_processes": lambda: 1, "process_id": lambda: 0}

@@ -3,14 +3,12 @@
 import signal
 
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 from soak import soak
 
 from workers import Workers
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 size = int(sys.argv[1])
 x = np.random.default_rng(0).random((62, 4), "float32")
 y = x.sum(axis=1, keepdims=True) ** 2
@@ -69,8 +67,7 @@ for kind in sys.argv[2:]:
         values += [float(v) for v in fitted.history[name]]
     values += [float(v) for w in model.get_weights() for v in w.ravel()]
 result(values)
-"""
-)
+""")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +91,7 @@ def test_weights_and_metrics_are_those_of_one_process(kinds):
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-OWN = (
-    PRELUDE
-    + """
+OWN = with_prelude("""
 strategy = kerasdist.RingStrategy(elastic=True, shard="off", timeout=60)
 rank = strategy.rank
 x = np.full((40, 1), rank, "float32")
@@ -112,8 +107,7 @@ with strategy.scope():
 data = tf.data.Dataset.from_tensor_slices((x, x)).batch(4)
 model.fit(data, epochs=2, verbose=0, callbacks=[Killed()])
 result(int(model.optimizer.iterations.numpy()))
-"""
-)
+""")
 
 
 def test_the_rest_of_a_lost_workers_own_data_is_skipped():

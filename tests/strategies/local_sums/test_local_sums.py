@@ -14,10 +14,8 @@ pytestmark = pytest.mark.timeout(300)
 GPUS = [f"/job:localhost/replica:0/task:0/device:GPU:{i}" for i in range(4)]
 CPUS = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4)]
 
-TRAIN = (
-    begin(3)
-    + CLASSIFIER
-    + """
+TRAIN = begin(3) + CLASSIFIER
+TRAIN += """
 def model_in(scope):
     keras.utils.set_random_seed(1)
     with scope:
@@ -34,7 +32,6 @@ def same(one, other):
     for a, b in zip(one, other, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 """
-)
 
 
 def test_gpus_are_added_by_nccl_and_other_devices_on_the_host(monkeypatch):

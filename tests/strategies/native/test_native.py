@@ -208,8 +208,7 @@ def test_training_gives_the_numbers_of_the_other_transports(size, devices, mode)
 
 
 @pytest.mark.parametrize(
-    ("signum", "rank", "size"),
-    [(signal.SIGKILL, 0, 2), soak(signal.SIGSTOP, 2, 3)],
+    ("signum", "rank", "size"), [(signal.SIGKILL, 0, 2), soak(signal.SIGSTOP, 2, 3)]
 )
 def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum, size):
     # A killed one is noticed by its connections, not by its silence.

@@ -9,10 +9,8 @@ from devices import CLASSIFIER, begin
 
 from workers import Workers
 
-PRELUDE = (
-    begin(2)
-    + CLASSIFIER
-    + """
+PRELUDE = begin(2) + CLASSIFIER
+PRELUDE += """
 import hashlib
 
 def build():
@@ -29,7 +27,6 @@ def devices_of(model):
         for variable in [*model.variables, *model.optimizer.variables]
     }
 """
-)
 
 
 def script(text):

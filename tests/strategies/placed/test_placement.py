@@ -15,9 +15,8 @@ from workers import Workers
 
 pytestmark = pytest.mark.timeout(300)
 
-SCRIPT = (
-    begin(3)
-    + """
+SCRIPT = begin(3)
+SCRIPT += """
 sys.path[:0] = os.environ["TESTS"].split(os.pathsep)
 import placement_zoo as zoo
 
@@ -60,7 +59,6 @@ for name, count in json.loads(os.environ["COUNTS"]).items():
 devices, graphs, _ = place(zoo.ZOO["staged"], 3, gradients=False)
 print("RESULT", json.dumps(zoo.misplaced(graphs, devices)[1]))
 """
-)
 
 
 def run(counts, plain_folder):

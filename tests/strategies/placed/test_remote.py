@@ -11,10 +11,8 @@ from soak import soak
 from kerasdist.strategies.placed.remote import named_in
 from workers import Workers
 
-PRELUDE = (
-    begin(2)
-    + CLASSIFIER
-    + """
+PRELUDE = begin(2) + CLASSIFIER
+PRELUDE += """
 import ctypes
 from kerasdist.strategies.placed import remote
 
@@ -45,7 +43,6 @@ class Say(keras.callbacks.Callback):
         if batch == 2:
             print("TRAINING", flush=True)
 """
-)
 
 
 def script(text):

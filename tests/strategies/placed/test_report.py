@@ -1,12 +1,7 @@
 """What ran where, summed up from the runtime's operations."""
 
 from kerasdist._tf.graph_clocks import RunNode
-from kerasdist.strategies.placed.report import (
-    Move,
-    Names,
-    PlacementReport,
-    places_of,
-)
+from kerasdist.strategies.placed.report import Move, Names, PlacementReport, places_of
 
 
 def node(name, op="MatMul", device="D0", **more):

@@ -6,15 +6,13 @@ what becomes of a window that is open when something is saved or begins.
 
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 from kerasdist.collectives.checked import CheckedCommunicator
 
 folder = os.environ["FOLDER"]
@@ -89,8 +87,7 @@ found["loop"] = numbers(m.get_weights())
 fit(m, 8)
 found["after the loop"] = numbers(m.get_weights())
 result(found)
-"""
-)
+""")
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(170)
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 from kerasdist.collectives.checked import CheckedCommunicator
 
 sent = []  # dtype and elements of each all_reduce
@@ -69,8 +67,7 @@ sent.clear()
 step()
 found["loop"] = [v.numpy().tolist(), [entry for entry in sent if entry[1] > 20]]
 result(found)
-"""
-)
+""")
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 import numpy as np
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 from kerasdist.collectives.checked import CheckedCommunicator
 
 sent = 0
@@ -144,8 +142,7 @@ for name in ("topk", "powersgd"):
 results["twice"] = refused(
     lambda: train(sgd(), compression=kerasdist.TopK(momentum=0.5)))
 result(results)
-"""
-)
+""")
 
 
 @pytest.fixture(scope="module")

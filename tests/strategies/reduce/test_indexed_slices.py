@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist.strategies.reduce.sparse_parts import rows_of
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 from kerasdist.collectives.checked import CheckedCommunicator
 
 strategy = kerasdist.RingStrategy(timeout=60)
@@ -66,8 +64,7 @@ result({
     "many": fit(lambda: o.Adam(0.1, gradient_accumulation_steps=2), 12, 12,
                 eagerly=True),
 })
-"""
-)
+""")
 
 
 @pytest.fixture(scope="module")

@@ -48,9 +48,8 @@ def test_an_exception_leaves_the_block_as_it_is(caplog):
 
 def test_an_exception_in_the_block_is_reported_to_the_others():
     """Also if the script catches it, and goes on without the job."""
-    script = (
-        SCRIPT
-        + """
+    script = SCRIPT
+    script += """
 try:
     with strategy:
         strategy.communicator.barrier()
@@ -62,7 +61,6 @@ except RuntimeError:
 except errors.WorkerLost as lost:
     result([place, str(lost)])
 """
-    )
     with Workers(script, 2, deadline=90) as job:
         first, second = [each.result for each in job.succeed()]
     assert first[0] == [0, 2]

@@ -11,13 +11,11 @@ from workers import Workers
 
 SETUP = PRELUDE + "strategy = kerasdist.RingStrategy(timeout=60)\n"
 
-BEFORE = (
-    NOTING
-    + """
+BEFORE = NOTING
+BEFORE += """
 rank, size = strategy.rank, strategy.size
 x = np.arange(30, dtype="float32")[:, None]
 """
-)
 
 
 @pytest.fixture(scope="module")

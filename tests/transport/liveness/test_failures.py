@@ -116,11 +116,7 @@ LOOP = """
 """
 
 # Each rank's host as a letter, by what the ranks then talk through.
-GROUPS = {
-    "tcp": "abcd",
-    "shared_memory": "aaaa",
-    "hierarchical": "aabb",
-}
+GROUPS = {"tcp": "abcd", "shared_memory": "aaaa", "hierarchical": "aabb"}
 
 
 def job_of(transport, size, fault="", heartbeat=LONG, cases=(), **options):

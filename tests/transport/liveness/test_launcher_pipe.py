@@ -6,16 +6,9 @@ import os
 import pytest
 
 from kerasdist import errors
+from kerasdist.transport.liveness import launcher_pipe
 from kerasdist.transport.liveness.failure_protocol import EndedTaskList, EndedTasks
-from kerasdist.transport.liveness.launcher_pipe import (
-    REPORT_VARIABLE,
-    LauncherPipe,
-    Notice,
-    Report,
-    Reporter,
-    ServerReporter,
-    decode,
-)
+from kerasdist.transport.liveness.launcher_pipe import Report, Reporter, decode
 
 LOST = errors.WorkerLost(1, "host1:1", 7, "its connection was closed")
 MISMATCH = errors.CollectiveMismatch("Ranks differ.")
@@ -23,7 +16,7 @@ MISMATCH = errors.CollectiveMismatch("Ranks differ.")
 
 @pytest.fixture
 def pipe():
-    pipe = LauncherPipe()
+    pipe = launcher_pipe.LauncherPipe()
     yield pipe
     for descriptor in (pipe.reading, pipe.writing):
         os.close(descriptor)
@@ -53,18 +46,18 @@ def test_a_report_is_one_short_line(pipe):
 
 
 def test_without_a_launcher_nothing_is_said(pipe, tmp_path):
-    named = pipe.environ[REPORT_VARIABLE]
+    named = pipe.environ[launcher_pipe.REPORT_VARIABLE]
     with (tmp_path / "file").open("wb") as file:
         for value in (
             *("", "x", "-1:0", "9" * 30 + ":1", f"{pipe.writing}:1"),
             str(pipe.writing),
             f"{file.fileno()}:{os.fstat(file.fileno()).st_ino}",
         ):
-            Reporter("a.1", 0, {REPORT_VARIABLE: value}).failed(LOST)
+            Reporter("a.1", 0, {launcher_pipe.REPORT_VARIABLE: value}).failed(LOST)
         Reporter("a.1", 0, {}).failed(LOST)
     assert sent(pipe) == []
     assert (tmp_path / "file").read_bytes() == b""
-    Reporter("a.1", 0, {REPORT_VARIABLE: named}).failed(LOST)
+    Reporter("a.1", 0, {launcher_pipe.REPORT_VARIABLE: named}).failed(LOST)
     assert len(sent(pipe)) == 1
 
 
@@ -84,7 +77,7 @@ def test_a_full_pipe_and_one_that_nobody_reads_are_no_obstacle(pipe):
     assert 100 < len(lines) < 2000
     assert None not in map(decode, lines)
 
-    unread = LauncherPipe()
+    unread = launcher_pipe.LauncherPipe()
     os.close(unread.reading)
     Reporter("a.1", 0, unread.environ).failed(LOST)
     os.close(unread.writing)
@@ -128,7 +121,7 @@ def test_half_a_line_waits_for_its_end(pipe):
 
 
 def test_what_servers_say_is_one_short_line(pipe):
-    server = ServerReporter(3, pipe.environ)
+    server = launcher_pipe.ServerReporter(3, pipe.environ)
     server.begun(7.5)
     server.happened("lost", 12, "\N{SNOWMAN}" * 1000)
     server.failed(MISMATCH)
@@ -136,11 +129,11 @@ def test_what_servers_say_is_one_short_line(pipe):
     lines = sent(pipe)
     assert max(map(len, lines)) < 512
     begun, lost, failed, gave_up = map(decode, lines)
-    assert begun == Notice(server=3, kind="begun", patience=7.5)
+    assert begun == launcher_pipe.Notice(server=3, kind="begun", patience=7.5)
     assert (lost.kind, lost.rank) == ("lost", 12)
     assert lost.reason.strip("\N{SNOWMAN}") == "" != lost.reason
     assert failed.reason == "CollectiveMismatch: Ranks differ."
-    assert gave_up == Notice(server=3, kind="gave_up")
+    assert gave_up == launcher_pipe.Notice(server=3, kind="gave_up")
 
 
 def test_a_long_list_of_members_is_cut_after_the_chief(pipe):

@@ -42,10 +42,7 @@ def stderr_of(script, code=0, **env):
 
 
 INFO = ["kerasdist: info 2", "kerasdist: warning"]
-FORMATTED = [
-    "INFO:kerasdist:kerasdist: info 2",
-    "WARNING:kerasdist:kerasdist: warning",
-]
+FORMATTED = ["INFO:kerasdist:kerasdist: info 2", "WARNING:kerasdist:kerasdist: warning"]
 
 
 @pytest.mark.parametrize(

@@ -10,34 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kerasdist.collectives.elastic.epochs import (
-    Ballot,
-    Decision,
-    Epoch,
-    Gone,
-    Member,
-    Message,
-    Prepare,
-    Progress,
-    Promise,
-    StepVerdict,
-    StopReason,
-    SuspensionReport,
-    decode,
-    encode,
-    first_decision,
-    next_decision,
-)
+from kerasdist.collectives.elastic import epochs
+from kerasdist.collectives.elastic.epochs import Ballot, Progress, SuspensionReport
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.framing import MAX_CONTROL
 
-A, B, C, D, E = (Member(n) for n in range(5))
+A, B, C, D, E = (epochs.Member(n) for n in range(5))
 ALL = (A, B, C, D, E)
 
 
 def decide(reports, *, epoch=None, joiners=(), dead=(), min_workers=1):
-    epoch = epoch or first_decision(ALL[:3]).epoch
-    return next_decision(epoch, reports, joiners, frozenset(dead), min_workers)
+    epoch = epoch or epochs.first_decision(ALL[:3]).epoch
+    return epochs.next_decision(epoch, reports, joiners, frozenset(dead), min_workers)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +41,7 @@ def test_a_step_is_committed_if_one_has_finished_it(a, progress, holders, furthe
 
 
 def test_one_that_leaves_has_to_stay_while_the_others_need_it():
-    joined = Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
+    joined = epochs.Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
     reports = {
         A: SuspensionReport(Progress(5), leaving=True),
         D: SuspensionReport(None),
@@ -69,9 +53,9 @@ def test_one_that_leaves_has_to_stay_while_the_others_need_it():
     assert decide(reports, epoch=joined).epoch.members == (D,)
     # One that wants to join gets the state first.
     reports = {A: SuspensionReport(Progress(5), leaving=True)}
-    alone = first_decision((A,)).epoch
+    alone = epochs.first_decision((A,)).epoch
     assert decide(reports, epoch=alone, joiners=(D,)).epoch.members == (A, D)
-    assert decide(reports, epoch=alone).verdict.stop is StopReason.LEFT
+    assert decide(reports, epoch=alone).verdict.stop is epochs.StopReason.LEFT
 
 
 def test_of_two_without_contact_the_later_one_is_left_out():
@@ -105,29 +89,33 @@ def values(hint):
 
 
 # Of each kind as often as of any other.
-MESSAGES = values(Message)
+MESSAGES = values(epochs.Message)
 
 
 @settings(max_examples=200)
 @given(MESSAGES)
 def test_messages_survive(message):
-    assert decode(encode(message)) == message
+    assert epochs.decode(epochs.encode(message)) == message
 
 
 def test_those_of_a_large_job_fit_into_a_frame():
-    members = tuple(Member(number, number % 3) for number in range(1000))
+    members = tuple(epochs.Member(number, number % 3) for number in range(1000))
     every = frozenset(members)
-    epoch = Epoch(1 << 30, members, members, every, every)
-    decision = Decision(epoch, StepVerdict(Progress(1 << 40), members, members))
+    epoch = epochs.Epoch(1 << 30, members, members, every, every)
+    decision = epochs.Decision(
+        epoch, epochs.StepVerdict(Progress(1 << 40), members, members)
+    )
     ballot = Ballot(1 << 30, members[-1])
     report = SuspensionReport(Progress(1 << 40), every)
-    message = Promise(1, ballot, report, (ballot, decision))
-    data = encode(message)
+    message = epochs.Promise(1, ballot, report, (ballot, decision))
+    data = epochs.encode(message)
     assert len(data) < MAX_CONTROL
-    assert decode(data) == message
+    assert epochs.decode(data) == message
     # And those that are sent most often take few bytes.
-    few = Prepare(0, Ballot(1, members[0]), first_decision(members), frozenset())
-    assert len(encode(few)) < 5000
+    few = epochs.Prepare(
+        0, Ballot(1, members[0]), epochs.first_decision(members), frozenset()
+    )
+    assert len(epochs.encode(few)) < 5000
 
 
 ODD = st.sampled_from([None, -2, 1.5, 1 << 80, "x", [], {}, True, [[]], float("nan")])
@@ -136,18 +124,21 @@ ODD = st.sampled_from([None, -2, 1.5, 1 << 80, "x", [], {}, True, [[]], float("n
 @settings(max_examples=300)
 @given(MESSAGES, st.data())
 def test_a_field_that_is_changed_is_refused_or_read_as_another(message, data):
-    place = json.loads(zlib.decompress(encode(message)))
+    place = json.loads(zlib.decompress(epochs.encode(message)))
     whole, key = place, data.draw(st.sampled_from(["kind", "fields", "fields"]))
     while isinstance(place[key], list) and place[key] and data.draw(st.booleans()):
         place = place[key]
         key = data.draw(st.integers(0, len(place) - 1))
     place[key] = data.draw(ODD)
     try:
-        found = decode(zlib.compress(json.dumps(whole).encode()))
+        found = epochs.decode(zlib.compress(json.dumps(whole).encode()))
     except ProtocolError:
         return
     # One without fields may have none in an object, too.
-    assert json.loads(zlib.decompress(encode(found))) == whole or not whole["fields"]
+    assert (
+        json.loads(zlib.decompress(epochs.encode(found))) == whole
+        or not whole["fields"]
+    )
 
 
 def test_little_memory_is_taken_for_what_is_too_long():
@@ -158,7 +149,7 @@ def test_little_memory_is_taken_for_what_is_too_long():
         with pytest.raises(
             ProtocolError, match=r"^A message about membership is damag"
         ):
-            decode(bomb)
+            epochs.decode(bomb)
         assert tracemalloc.get_traced_memory()[1] < 4 * MAX_CONTROL
     finally:
         tracemalloc.stop()
@@ -181,12 +172,12 @@ TEXTS = [
         b"",
         b'{"kind":"Gone","fields":[]}',
         b" " * (MAX_CONTROL + 1),
-        encode(Gone())[:-1],
-        encode(Gone()) + b"x",
+        epochs.encode(epochs.Gone())[:-1],
+        epochs.encode(epochs.Gone()) + b"x",
         *map(zlib.compress, TEXTS),
     ],
     ids=lambda data: repr(data[:30]),
 )
 def test_other_bytes_are_an_error(data):
     with pytest.raises(ProtocolError):
-        decode(data)
+        epochs.decode(data)

@@ -8,14 +8,8 @@ import threading
 
 import pytest
 
-from groups import (
-    addresses_of,
-    close_all,
-    in_threads,
-    join,
-    nothing_stays_open,
-    outcomes,
-)
+import groups
+from groups import addresses_of, in_threads, join, outcomes
 from kerasdist import errors
 from kerasdist.transport import Timeouts
 from kerasdist.transport.deadline import Deadline
@@ -32,7 +26,7 @@ LONG = Timeouts(startup=100.0)
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    with nothing_stays_open():
+    with groups.nothing_stays_open():
         yield
 
 
@@ -59,7 +53,7 @@ def test_all_know_all():
         assert sorted(session.controls) == (list(range(1, size)) if rank == 0 else [0])
     # Who leaves at once disturbs nobody.
     sessions[1].close()
-    close_all(sessions)
+    groups.close_all(sessions)
 
 
 def test_a_start_that_failed_can_be_tried_again():
@@ -68,7 +62,7 @@ def test_a_start_that_failed_can_be_tried_again():
     for _ in range(2):
         with pytest.raises(errors.StartupError):
             join(addresses, 0, Timeouts(startup=0.1))
-    close_all(in_threads(2, lambda r: join(addresses, r)))
+    groups.close_all(in_threads(2, lambda r: join(addresses, r)))
 
 
 REASONS = {
@@ -132,7 +126,7 @@ def test_threads_that_close_a_session_at_once_release_its_listener_once(monkeypa
         patch.setattr(Listener, "release", release)
         in_threads(16, lambda i: first[i % 2].close())
     assert len(released) == 2
-    close_all(second)
+    groups.close_all(second)
 
 
 def test_different_settings_are_an_error_on_all_ranks_that_names_them():
@@ -246,7 +240,7 @@ def while_the_chief_waits(addresses, visit):
 
     chief, others = in_threads(2, work)
     assert [m.pid for m in chief.members].count(4242) == 0
-    close_all([chief, *others])
+    groups.close_all([chief, *others])
 
 
 def test_the_older_of_two_processes_with_one_rank_is_told():

@@ -14,11 +14,7 @@ import pytest
 from kerasdist.transport import log
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.rendezvous import waiting_notice
-from kerasdist.transport.rendezvous.waiting_notice import (
-    Absent,
-    Sight,
-    WaitingNotice,
-)
+from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight, WaitingNotice
 from pace import bound
 from waiting import wait_until
 from workers import Workers, python_env

@@ -12,15 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import groups
 from certificates import Authority
-from groups import (
-    addresses_of,
-    cluster_on,
-    join,
-    nothing_stays_open,
-    open_sockets,
-    outcomes,
-)
+from groups import addresses_of, cluster_on, open_sockets, outcomes
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
@@ -65,7 +59,7 @@ def use(monkeypatch):
 @contextlib.contextmanager
 def listening():
     address = addresses_of(1)[0]
-    with nothing_stays_open():
+    with groups.nothing_stays_open():
         listener = Listener.acquire(address, SECRET)
         try:
             yield listener
@@ -318,9 +312,9 @@ def test_what_is_wrong_is_said_before_anything_is_acquired(
     text = make(authority)
     monkeypatch.setenv("KERASDIST_TLS", text)
     with (
-        nothing_stays_open(),
+        groups.nothing_stays_open(),
         pytest.raises(errors.ClusterError, match=expected) as caught,
     ):
-        join(addresses_of(2), 0)
+        groups.join(addresses_of(2), 0)
     assert str(caught.value).startswith("KERASDIST_TLS can't be used: the ")
     assert f"Received: {text!r}. Expected " in str(caught.value)

@@ -14,22 +14,15 @@ from hypothesis import strategies as st
 
 from kerasdist import errors
 from kerasdist.errors import ProtocolError
+from kerasdist.transport import framing
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import (
-    DTYPES,
-    HEADER_BYTES,
-    KINDS,
-    MAX_CONTROL,
-    OPS,
     Call,
     Count,
     FrameType,
     pack_header,
-    read_frame,
     read_record,
     to_object,
-    to_plain,
-    unpack_header,
 )
 
 
@@ -42,14 +35,17 @@ def numbers(bits):
     numbers(63),
     st.builds(
         Call,
-        *(numbers(64), *map(st.sampled_from, (KINDS, OPS, DTYPES))),
+        *(
+            numbers(64),
+            *map(st.sampled_from, (framing.KINDS, framing.OPS, framing.DTYPES)),
+        ),
         *map(numbers, (64, 32, 16)),
     ),
 )
 def test_every_field_comes_out_as_it_went_in(kind, length, call):
     header = pack_header(kind, length, call)
-    assert len(header) == HEADER_BYTES == 40
-    assert unpack_header(header) == (kind, length, call)
+    assert len(header) == framing.HEADER_BYTES == 40
+    assert framing.unpack_header(header) == (kind, length, call)
 
 
 @pytest.mark.parametrize(
@@ -68,18 +64,18 @@ def test_what_is_no_header_is_refused(place, value, match):
     damaged = bytearray(pack_header(FrameType.DATA, 16, call))
     damaged[place : place + len(value)] = value
     with pytest.raises(errors.ProtocolError, match=match):
-        unpack_header(bytes(damaged))
+        framing.unpack_header(bytes(damaged))
 
 
 def test_a_frame_longer_than_its_bound_is_refused_before_it_is_read():
     a, b = socket.socketpair()
     with a, b:
-        a.sendall(pack_header(FrameType.HELLO, MAX_CONTROL + 1))
+        a.sendall(pack_header(FrameType.HELLO, framing.MAX_CONTROL + 1))
         with pytest.raises(
             errors.ProtocolError,
             match=r"^A HELLO frame is too long\. Received: 1048577 bytes, expected a",
         ):
-            read_frame(b, Deadline(60))
+            framing.read_frame(b, Deadline(60))
 
 
 def test_a_deadline_is_never_negative_and_fits_into_poll():
@@ -127,7 +123,7 @@ class Outer:
 OUTER = Outer(seconds=1.5, flag=True, inner=(Inner(3),), clocks={7: ("a", 1)})
 
 
-@pytest.mark.parametrize("form", [to_object, to_plain])
+@pytest.mark.parametrize("form", [to_object, framing.to_plain])
 def test_records_survive(form):
     value = json.loads(json.dumps(form(OUTER)))
     assert read_record(value, Outer, "It") == OUTER

@@ -12,13 +12,12 @@ import pytest
 from groups import addresses_of, outcomes
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
-from kerasdist.transport import handshake
+from kerasdist.transport import framing, handshake
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.framing import (
     MAGIC,
     VERSION,
     FrameType,
-    pack_header,
     read_frame,
     write_frame,
 )
@@ -83,7 +82,7 @@ def test_another_version_is_told_so(pair):
     version = VERSION - 1
 
     def older(end):
-        frame = pack_header(FrameType.CHALLENGE, 32) + bytes(32)
+        frame = framing.pack_header(FrameType.CHALLENGE, 32) + bytes(32)
         end.sendall(frame.replace(MAGIC + bytes([VERSION]), MAGIC + bytes([version])))
         return read_frame(end, Deadline(60))
 

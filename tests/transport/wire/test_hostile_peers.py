@@ -14,18 +14,10 @@ from certificates import Authority
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.parameter_server.membership import Event, Goodbye
-from kerasdist.transport import Timeouts, handshake, log
+from kerasdist.transport import Timeouts, framing, handshake, log
 from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import (
-    HEADER_BYTES,
-    MAGIC,
-    VERSION,
-    FrameType,
-    pack_header,
-    read_record,
-    to_json,
-)
+from kerasdist.transport.framing import HEADER_BYTES, FrameType, pack_header
 from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Heartbeat
@@ -66,7 +58,7 @@ def frames(draw, kinds=tuple(FrameType), payload=payloads):
     if draw(st.integers(0, 2)) == 1:
         header[draw(st.integers(0, HEADER_BYTES - 1))] = draw(st.integers(0, 255))
     elif draw(st.integers(0, 20)) == 1:
-        header[:5] = MAGIC + bytes([VERSION - 1])
+        header[:5] = framing.MAGIC + bytes([framing.VERSION - 1])
     return bytes(header) + payload
 
 
@@ -113,7 +105,7 @@ def payload_of_a_member(sent):
     ends = [type(error).__name__]
     for kind in (Goodbye, Event):
         try:
-            read_record(to_json(sent), kind, "It")
+            framing.read_record(framing.to_json(sent), kind, "It")
             ends.append("read")
         except errors.ProtocolError:
             ends.append("refused")
@@ -149,11 +141,7 @@ WORK = [
 
 
 @pytest.mark.parametrize(
-    "times",
-    [
-        1,
-        pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
-    ],
+    "times", [1, pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 @pytest.mark.parametrize(("work", "arguments", "count"), WORK)
 def test_odd_frames_end_in_errors_of_ours(work, arguments, count, times, caplog):

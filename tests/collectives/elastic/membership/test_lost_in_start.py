@@ -63,10 +63,7 @@ FURTHER = [
 
 @pytest.mark.parametrize(
     ("moment", "victim"),
-    [
-        *FEW,
-        *(pytest.param(*case, marks=pytest.mark.soak) for case in FURTHER),
-    ],
+    [*FEW, *(pytest.param(*case, marks=pytest.mark.soak) for case in FURTHER)],
 )
 def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
     # At its first moments, the others have been in contact with it only if it is late.
