@@ -43,7 +43,7 @@ from kerasdist.strategies.reduce.gradients import in_buckets
 from kerasdist.strategies.reduce.workers import Workers
 
 # Sizes of buckets, in bytes, of which the most promising are tried.
-_SIZES = tuple(int(mb * 1e6) for mb in (0.5, 1, 2, 4, 8, 16, 32, 64, 1000))
+SIZES = tuple(int(mb * 1e6) for mb in (0.5, 1, 2, 4, 8, 16, 32, 64, 1000))
 # How many sizes are tried beside the given one, and the calls of each that are timed.
 _TRIED = 2
 _TIMED = 2
@@ -169,7 +169,7 @@ def sizes_to_try(
     """
     compute = compute_of(sizes, given, step, link)
     # Of sizes that give the same buckets one is tried.
-    by_buckets = {str(in_buckets(sizes, limit)): limit for limit in _SIZES}
+    by_buckets = {str(in_buckets(sizes, limit)): limit for limit in SIZES}
     by_buckets.pop(str(in_buckets(sizes, given)), None)
     order = sorted(
         by_buckets.values(),
