@@ -33,7 +33,7 @@ PLAYER = str(HERE.parent / "fit" / "player.py")
 MODELS = ("mlp", "deep", "convnet")
 # Bits per second, and steps in a round.
 LINKS = {
-    "100 Mbit/s": (100_000_000, 2),
+    "300 Mbit/s": (300_000_000, 2),
     "1 Gbit/s": (1_000_000_000, 6),
     "10 Gbit/s": (10_000_000_000, 8),
 }
