@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from kerasdist.compression import Compressor, compressor_of
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.gradients import in_buckets
 from kerasdist.strategies.reduce.workers import Workers
+from kerasdist.transport.array_file import read_arrays, write_arrays
 
 # Sizes of buckets, in bytes, of which the most promising are tried.
 SIZES = tuple(int(mb * 1e6) for mb in (0.5, 1, 2, 4, 8, 16, 32, 64, 1000))
@@ -284,7 +284,7 @@ class Tuner:
             [*map(repr, self.given), sorted(self.compressors)],
         ]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        return checkpoint_folder() / f"tuned-{digest}.json"
+        return checkpoint_folder() / f"tuned-{digest}.npz"
 
 
 class TunedStep:
@@ -337,19 +337,19 @@ class TunedStep:
 
     def _begin(self) -> None:
         tuner, path = self._tuner, self._tuner.file_of(self._trainer)
-        mine = ""
+        mine = None
         if self._workers.rank == 0:
             mine = read_known(path, self._tuner.compressors)
-        text = Consensus(self._workers).texts(mine)[0]
+        known = Consensus(self._workers).facts(mine).get(0)
         sizes = [
             int(np.prod(v.shape)) * np.dtype(v.value.dtype.as_numpy_dtype).itemsize
             for v in self._trainer.trainable_variables
         ]
-        if text:
-            known = json.loads(text)
+        if known is not None:
             name = known["compression"]
             compressor = tuner.compressors[name] if name else tuner.given.compressor
-            self._workers.communicator.piece_bytes = known["piece_bytes"]
+            if self._workers.communicator.piece_bytes and known["piece_bytes"]:
+                self._workers.communicator.piece_bytes = known["piece_bytes"]
             self._take(Choice(known["bucket_size"], compressor))
             tuner.log_once(
                 f"tuned {path}",
@@ -397,10 +397,7 @@ class TunedStep:
         }
         where = f"written to {path}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(json.dumps(facts))
-            unfinished.replace(path)
+            write_arrays(path, facts, [])
         except OSError as error:
             where = f"{path} can't be written ({error.strerror or error})"
         before, after = self._found[tuner.given], self._found[self._choice]
@@ -411,17 +408,15 @@ class TunedStep:
         )
 
 
-def read_known(path: Path, compressors: Collection[str]) -> str:
-    """Return the text of a file that has what is needed; else an empty one."""
+def read_known(path: Path, compressors: Collection[str]) -> dict[str, Any] | None:
+    """Return the facts of a file that has what is needed; else None."""
     try:
-        text = path.read_text()
-        known = json.loads(text)
-        sizes = known["bucket_size"], known["piece_bytes"]
-        is_known = known["compression"] in (None, *compressors)
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    fits = all(type(size) is int and size >= 0 for size in sizes) and sizes[0]
-    return text if fits and is_known else ""
+        known, _ = read_arrays(path)
+        size, pieces = known["bucket_size"], known["piece_bytes"]
+        fits = type(size) is int and size > 0 and pieces in (0, *_PIECES)
+        return known if fits and known["compression"] in (None, *compressors) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _in_words(facts: dict[str, Any]) -> str:

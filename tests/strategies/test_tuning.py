@@ -14,7 +14,8 @@ from kerasdist.collectives import connect
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.ring import HierarchicalCommunicator, RingCommunicator
 from kerasdist.strategies import tuning
-from kerasdist.strategies.tuning import MeasuredLink, predicted_step, read_known, search
+from kerasdist.strategies.tuning import MeasuredLink, predicted_step, search
+from kerasdist.transport.array_file import write_arrays
 from workers import Workers
 
 GIVEN = tuning.Choice(25_000_000, None)
@@ -164,18 +165,23 @@ def test_first_steps_are_tried_and_the_next_run_takes_what_was_found(tmp_path):
     assert "from an earlier run" in again["lines"][0]
     assert "tuned in" in chosen["lines"][0]
     assert "no effect on steps that are compiled" in compiled["lines"][0]
-    assert len(list(tmp_path.glob("tuned-*.json"))) == 2
+    assert len(list(tmp_path.glob("tuned-*.npz"))) == 2
 
 
 def test_a_file_that_is_damaged_is_measured_again(tmp_path):
-    path = tmp_path / "tuned.json"
-    good = '{"bucket_size": 4, "piece_bytes": 0, "compression": null}'
-    for text in ("", "[]", "{}", good.replace("4", "-4"), good.replace("null", '"x"')):
+    path = tmp_path / "tuned.npz"
+    good = {"bucket_size": 4, "piece_bytes": 0, "compression": None}
+    for wrong in ({"bucket_size": -4}, {"piece_bytes": 1}, {"compression": "x"}):
+        write_arrays(path, good | wrong, [])
+        assert tuning.read_known(path, ("bf16",)) is None
+    for text in ("", "[]"):
         path.write_text(text)
-        assert read_known(path, ("bf16",)) == ""
-    path.write_text(good)
-    assert read_known(path, ()) == good
-    assert read_known(tmp_path / "none", ()) == ""
+        assert tuning.read_known(path, ("bf16",)) is None
+    write_arrays(path, {"bucket_size": 4}, [])
+    assert tuning.read_known(path, ()) is None
+    write_arrays(path, good, [])
+    assert (tuning.read_known(path, ()) or {}).items() >= good.items()
+    assert tuning.read_known(tmp_path / "none", ()) is None
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ _NEVER_STOP = (
 
 
 def flush_accumulators(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace what saves: the chief's accumulators get the sum over all workers."""
+    """Replace what saves: keep what all workers have accumulated, and not sent."""
     hooks = hooks_of(self.model.distribute_strategy)
     if hooks is not None:
         fit_loop.flush_accumulators(hooks, self.model)
