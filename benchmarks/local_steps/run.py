@@ -24,6 +24,7 @@ from common import (
     Report,
     arguments,
     bytes_sent,
+    plot,
     shape,
     start_on_hosts,
     table,
@@ -62,7 +63,7 @@ def main() -> None:
     )
     for model, epochs in MODELS.items():
         epochs = 1 if options.quick else epochs
-        rows = []
+        rows, lines = [], {}
         for name in names:
             with two_hosts() as hosts, Driver() as driver:
                 team = start_on_hosts(
@@ -76,20 +77,30 @@ def main() -> None:
                 found = [team.order(order)[0] for order in orders]
                 sent = (bytes_sent(hosts) - before) / seeds
             report.data[f"{model}, {name}"] = found
-            losses = [each["loss"] for each in found]
+            lines[name] = [
+                (
+                    statistics.mean(each["seconds"][epoch] for each in found),
+                    statistics.mean(each["loss"][epoch] for each in found),
+                )
+                for epoch in range(epochs)
+            ]
+            losses = [each["loss"][-1] for each in found]
             rows.append(
                 [
                     name,
                     f"{statistics.mean(losses):.3f}",
                     f"{min(losses):.3f} to {max(losses):.3f}",
-                    f"{statistics.mean(e['accuracy'] for e in found):.3f}",
+                    f"{statistics.mean(e['accuracy'][-1] for e in found):.3f}",
                     f"{sent / 1e6:.1f}",
-                    f"{statistics.mean(e['seconds'] for e in found):.0f}",
+                    f"{statistics.mean(e['seconds'][-1] for e in found):.0f}",
                 ]
             )
         heads = [model, "test loss", "of the seeds", "accuracy", "MB sent", "seconds"]
         report.data[f"{model}, rows"] = rows
         report.add(table(heads, rows))
+        if not options.quick:
+            path = report.folder / f"{model}.svg"
+            plot(path, lines, "seconds of training", "test loss")
     report.write()
 
 

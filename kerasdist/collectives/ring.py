@@ -1,4 +1,4 @@
-"""Ring collectives over any transport, see `kerasdist.collectives.ring`.
+"""Ring collectives over sockets, alone and between hosts.
 
 Every rank communicates with its right and its left neighbour only. A chunk is sent in
 pieces: while a rank adds up one, the kernel receives and sends others.
@@ -16,10 +16,11 @@ import numpy as np
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, equal_part, octets, reducer
-from kerasdist.transport.base import Peer, Transport
+from kerasdist.transport.base import Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
+from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.tracing import Recorder, SpanTimer
 
 # Chunks are sent in pieces of this size. It's less than the kernel's buffers, and stays
@@ -210,7 +211,7 @@ class RingCommunicator(CheckedCommunicator):
     """
 
     def __init__(
-        self, transport: Transport, supervisor: Supervisor, timeout: float
+        self, transport: SocketTransport, supervisor: Supervisor, timeout: float
     ) -> None:
         super().__init__(transport.rank, transport.peers, supervisor, timeout)
         self.transport = transport

@@ -1,22 +1,14 @@
-"""The transport contract: move bytes between the ranks of one group.
+"""Connections between two processes of a job, and the faults of such connections.
 
-A transport connects `size` ranks. Its one operation is `exchange`: send to one
-rank and receive from one rank at the same time, so that a ring in which all ranks
-send can't fill up and stop. Implementations: sockets
-(`kerasdist.transport.sockets`) and, for tests, queues in one process
-(`kerasdist.transport.memory`). One contract test suite runs on all of them.
-
-A transport knows nothing of jobs: it reports faults of one peer with the exceptions
+Who moves bytes knows nothing of jobs: it reports faults of one peer with the exceptions
 below, and its user derives the consequence for the job.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import json
 import socket
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -31,7 +23,6 @@ from kerasdist.transport.framing import (
     to_json,
 )
 from kerasdist.transport.handshake import TAG_BYTES, FrameAuthenticator
-from kerasdist.transport.tracing import Recorder
 
 # A connection between two processes of a job, after its handshake.
 
@@ -175,59 +166,3 @@ def connection_broke(peer: Peer, error: OSError) -> PeerClosed:
     itself, lost routes and interfaces that are down.
     """
     return PeerClosed(peer, f"its connection broke ({error.strerror})")
-
-
-class Transport(abc.ABC):
-    """Connects the ranks of one group.
-
-    Attributes:
-        rank: This process's rank in the group, 0..size-1.
-        size: Number of ranks in the group.
-        peers: The ranks of the group, with their names in messages, by group rank.
-        recorder: Gets spans of sending, waiting and receiving; or None.
-    """
-
-    rank: int
-    size: int
-    peers: Sequence[Peer]
-    recorder: Recorder | None = None
-
-    @abc.abstractmethod
-    def exchange(
-        self,
-        call: Call,
-        deadline: Deadline,
-        *,
-        to: int | None = None,
-        outgoing: memoryview | bytes = b"",
-        source: int | None = None,
-        incoming: memoryview | None = None,
-    ) -> None:
-        """Send `outgoing` to one rank and fill `incoming` from another, together.
-
-        Args:
-            call: The collective that this is part of; the peer's must be equal.
-            deadline: When to give up.
-            to: Group rank to send to, or None to send nothing.
-            outgoing: The bytes to send, C-contiguous.
-            source: Group rank to receive from, or None to receive nothing.
-            incoming: Memory for the received bytes, C-contiguous and writable; it
-                must have exactly the size of what is sent. None for no bytes.
-
-        Raises:
-            PeerClosed: A connection is closed.
-            PeerSilent: The deadline passed.
-            CallMismatch: The source is in another collective.
-            ProtocolError: The received bytes aren't a data frame.
-            Aborted: `abort` or `close` was called, here or by another thread.
-
-        After an exception the connections are out of step: only `abort` may be called.
-        """
-
-    @abc.abstractmethod
-    def abort(self) -> None:
-        """End every wait, now and later, with `Aborted`. Safe from any thread."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Release sockets and the like. Can be called twice."""

@@ -1,4 +1,4 @@
-"""The transport inside one process: queues between threads, for tests."""
+"""Memory that workers of a host share, and sockets that forked children close."""
 
 from __future__ import annotations
 
@@ -6,25 +6,13 @@ import errno
 import fcntl
 import mmap
 import os
-import threading
 import weakref
-from collections import deque
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kerasdist.errors import ProtocolError, SharedMemoryFull
-from kerasdist.transport.base import (
-    Aborted,
-    CallMismatch,
-    Peer,
-    PeerClosed,
-    PeerSilent,
-    Transport,
-)
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
 
 # Memory that the workers of one host share.
 #
@@ -132,84 +120,3 @@ def _close() -> None:
 
 
 os.register_at_fork(after_in_child=_close)
-
-
-class _Wire:
-    """The queues that all transports of one group share."""
-
-    def __init__(self, size: int) -> None:
-        self.changed = threading.Condition()
-        self.frames: dict[tuple[int, int], deque[tuple[Call, bytes]]] = {
-            (a, b): deque() for a in range(size) for b in range(size)
-        }
-        self.closed: set[int] = set()
-
-
-class MemoryTransport(Transport):
-    """One rank's end of a group made by `memory_group`."""
-
-    def __init__(self, rank: int, size: int, wire: _Wire) -> None:
-        self.rank = rank
-        self.size = size
-        self.peers = tuple(Peer(r, f"memory:{r}") for r in range(size))
-        self._wire = wire
-
-    def exchange(
-        self,
-        call: Call,
-        deadline: Deadline,
-        *,
-        to: int | None = None,
-        outgoing: memoryview | bytes = b"",
-        source: int | None = None,
-        incoming: memoryview | None = None,
-    ) -> None:
-        """See `Transport.exchange`. Sending never blocks: queues have no bound."""
-        wire = self._wire
-        with wire.changed:
-            if self.rank in wire.closed:
-                raise Aborted
-            if to is not None:
-                if to in wire.closed:
-                    raise PeerClosed(self.peers[to], "its end is closed")
-                payload = bytes(outgoing)
-                wire.frames[self.rank, to].append((call, payload))
-                wire.changed.notify_all()
-            if source is None:
-                return
-            queue = wire.frames[source, self.rank]
-            while not queue:
-                if self.rank in wire.closed:
-                    raise Aborted
-                if source in wire.closed:
-                    raise PeerClosed(self.peers[source], "its end is closed")
-                if deadline.expired:
-                    raise PeerSilent(
-                        self.peers[source], f"silent for {deadline.seconds} s"
-                    )
-                wire.changed.wait(deadline.remaining())
-            theirs, payload = queue.popleft()
-        if theirs != call:
-            raise CallMismatch(self.peers[source], call, theirs)
-        room = 0 if incoming is None else len(incoming)
-        if len(payload) != room:
-            raise ProtocolError(
-                f"A data frame of {self.peers[source]} has the wrong length. "
-                f"Received: {len(payload)} bytes, expected {room}."
-            )
-        if incoming is not None:
-            incoming[:] = payload
-
-    def abort(self) -> None:
-        """See `Transport.abort`."""
-        with self._wire.changed:
-            self._wire.closed.add(self.rank)
-            self._wire.changed.notify_all()
-
-    close = abort
-
-
-def memory_group(size: int) -> list[MemoryTransport]:
-    """Return the `size` connected ends of one group, by rank."""
-    wire = _Wire(size)
-    return [MemoryTransport(rank, size, wire) for rank in range(size)]

@@ -27,7 +27,6 @@ from kerasdist.transport.base import (
     Peer,
     PeerClosed,
     PeerSilent,
-    Transport,
     connection_broke,
 )
 from kerasdist.transport.deadline import Deadline
@@ -38,7 +37,7 @@ from kerasdist.transport.framing import (
     pack_header,
     unpack_header,
 )
-from kerasdist.transport.tracing import now
+from kerasdist.transport.tracing import Recorder, now
 
 # Passing file descriptors between processes of a host, over Unix sockets.
 #
@@ -300,8 +299,11 @@ class _Receiving:
         )
 
 
-class SocketTransport(Transport):
-    """Ranks of one group over connected stream sockets.
+class SocketTransport:
+    """Connects the ranks of one group by stream sockets.
+
+    Its one operation is `exchange`: send to one rank and receive from one rank at the
+    same time, so that a ring in which all ranks send can't fill up and stop.
 
     Args:
         rank: This process's rank in the group.
@@ -311,6 +313,10 @@ class SocketTransport(Transport):
             have the same socket in both. The transport owns all of them.
 
     Attributes:
+        rank: This process's rank in the group, 0..size-1.
+        size: Number of ranks in the group.
+        peers: The ranks of the group, with their names in messages, by group rank.
+        recorder: Gets spans of sending, waiting and receiving; or None.
         bytes_sent: Bytes of all frames that this rank has sent so far.
     """
 
@@ -328,6 +334,7 @@ class SocketTransport(Transport):
         self._in = dict(incoming)
         self._aborted = False
         self.bytes_sent = 0
+        self.recorder: Recorder | None = None
         for sock in self.sockets():
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
@@ -347,7 +354,26 @@ class SocketTransport(Transport):
         source: int | None = None,
         incoming: memoryview | None = None,
     ) -> None:
-        """See `Transport.exchange`."""
+        """Send `outgoing` to one rank and fill `incoming` from another, together.
+
+        Args:
+            call: The collective that this is part of; the peer's must be equal.
+            deadline: When to give up.
+            to: Group rank to send to, or None to send nothing.
+            outgoing: The bytes to send, C-contiguous.
+            source: Group rank to receive from, or None to receive nothing.
+            incoming: Memory for the received bytes, C-contiguous and writable; it
+                must have exactly the size of what is sent. None for no bytes.
+
+        Raises:
+            PeerClosed: A connection is closed.
+            PeerSilent: The deadline passed.
+            CallMismatch: The source is in another collective.
+            ProtocolError: The received bytes aren't a data frame.
+            Aborted: `abort` or `close` was called, here or by another thread.
+
+        After an exception the connections are out of step: only `abort` may be called.
+        """
         sending = receiving = None
         header = pack_header(FrameType.DATA, len(outgoing), call)
         if to is not None:
@@ -448,7 +474,7 @@ class SocketTransport(Transport):
             The descriptors received, by group rank; the caller owns them.
 
         Raises:
-            The exceptions of `Transport.exchange`. Descriptors received before
+            The exceptions of `exchange`. Descriptors received before
             a failure are closed.
         """
         received: dict[int, int] = {}
@@ -482,7 +508,7 @@ class SocketTransport(Transport):
         return received
 
     def abort(self) -> None:
-        """See `Transport.abort`."""
+        """End every wait, now and later, with `Aborted`. Safe from any thread."""
         self._aborted = True
         for sock in self.sockets():
             try:
@@ -491,7 +517,7 @@ class SocketTransport(Transport):
                 continue
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Close the sockets. Can be called twice."""
         self.abort()
         for sock in self.sockets():
             sock.close()

@@ -13,7 +13,7 @@ from waiting import wait_until
 pytestmark = pytest.mark.timeout(60)
 
 # One group of each implementation.
-SOME = [("memory", 3), ("shared", 4), ("tcp", 3), ("aab", 3)]
+SOME = [("unix", 3), ("shared", 4), ("tcp", 3), ("aab", 3)]
 
 
 def ids(kind):

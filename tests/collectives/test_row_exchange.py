@@ -138,7 +138,7 @@ def test_one_with_double_indices_keeps_the_table_from_being_summed(group):
     assert len(values) == 3 * group.size
 
 
-@pytest.mark.parametrize("kind", ["memory", "shared"])
+@pytest.mark.parametrize("kind", ["unix", "shared"])
 def test_ranks_that_disagree_on_weights_are_told(kind):
     """The same bytes are sent with and without weights, so these are compared."""
 

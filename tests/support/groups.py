@@ -26,7 +26,7 @@ from kerasdist.transport import Timeouts, log
 from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.handshake import FrameAuthenticator
 from kerasdist.transport.liveness.failure_protocol import Supervisor
-from kerasdist.transport.memory import SEGMENT_NAME, memory_group
+from kerasdist.transport.memory import SEGMENT_NAME
 from kerasdist.transport.rendezvous.startup import Session
 from kerasdist.transport.sockets import SocketTransport
 from pace import bound
@@ -37,13 +37,13 @@ from workers import free_ports
 LAYOUTS = ("aa", "ab", "aab", "abb", "abab", "abc", "abcab")
 # One or two of each implementation, with an odd and an even number of ranks.
 KINDS = [
-    *(("single", 1), ("memory", 1), ("memory", 5), ("unix", 2), ("shared", 3)),
+    *(("single", 1), ("unix", 1), ("unix", 2), ("unix", 5), ("shared", 3)),
     *(("shared", 4), ("server", 3), ("servers_tcp", 2), ("tcp", 3)),
     *(("connected_shared", 3), ("aab", 3), ("abab", 4)),
 ]
 # All others, of the soak tests.
 FURTHER_KINDS = [
-    *((kind, size) for kind in ("memory", "unix", "shared", "tcp") for size in (2, 5)),
+    *((kind, size) for kind in ("shared", "tcp") for size in (2, 5)),
     *((layout, len(layout)) for layout in LAYOUTS if layout not in ("aab", "abab")),
     ("server", 1),
 ]
@@ -260,9 +260,11 @@ class Group(Ranks):
                 SharedMemoryCommunicator(transport, alone, timeout)
                 for transport in socket_mesh(size)
             ]
-        elif kind in ("memory", "unix"):
-            ring = memory_group(size) if kind == "memory" else socket_ring(size)
-            self.communicators = [RingCommunicator(t, alone, timeout) for t in ring]
+        elif kind == "unix":
+            self.communicators = [
+                RingCommunicator(transport, alone, timeout)
+                for transport in socket_ring(size)
+            ]
         else:
             # Different hosts: so it is really TCP and not the host's own sockets.
             transport, hosts = {

@@ -1,4 +1,4 @@
-"""The contract of transports, in memory and over sockets."""
+"""The contract of transports, over each kind of sockets."""
 
 import os
 
@@ -10,14 +10,13 @@ from kerasdist import errors
 from kerasdist.transport.base import CallMismatch, PeerClosed
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
-from kerasdist.transport.memory import create_segment, memory_group
+from kerasdist.transport.memory import create_segment
 from tls_pairs import tcp_pair, tls_pair
 
 CALL = Call(1, "all_reduce", "sum", "uint8", 100, 0)
 
 
 MAKERS = {
-    "memory": memory_group,
     "unix": socket_ring,
     "tcp": lambda size: socket_ring(size, tcp_pair),
     "tls": lambda size: socket_ring(size, tls_pair),
