@@ -18,7 +18,7 @@
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
-#   bench-compression, bench-local-steps, bench-balance, bench-tuning,
+#   bench-compression, bench-local-steps, bench-balance, bench-tuning, bench-prediction,
 #   bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
@@ -73,7 +73,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
 .PHONY: lock wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
-.PHONY: bench-compression bench-local-steps bench-balance bench-tuning
+.PHONY: bench-compression bench-local-steps bench-balance bench-tuning bench-prediction
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
@@ -197,6 +197,9 @@ bench-balance: $(VENV)/.bench
 
 bench-tuning: $(VENV)/.bench
 	$(BIN)/python benchmarks/tuning/run.py
+
+bench-prediction: $(VENV)/.bench
+	$(BIN)/python benchmarks/prediction/run.py
 
 bench-tls: $(VENV)/.bench
 	$(BIN)/python benchmarks/tls/run.py

@@ -15,7 +15,7 @@
 Imports inside the package go one way, from left to right and down:
 
     cli > callbacks > functions, strategies > layers > _keras, _tf > server,
-        collectives, placement > transport > cluster > errors
+        prediction, collectives, placement > transport > cluster > errors
 
 `tests/package/test_layers.py` enforces it. What is right of `_keras` and `_tf` works
 without TensorFlow; so does importing this module: strategies, and the callbacks above

@@ -12,7 +12,7 @@ are medians; times are in seconds.
 
 from common.digits import digits_data, digits_model
 from common.figures import fit_line, human_bytes, median, plot, table, timed
-from common.links import bytes_sent, shape, start_on_hosts, two_hosts
+from common.links import bytes_sent, make_hosts, shape, start_on_hosts
 from common.places import ROOT, cluster_env, free_ports, quiet_env
 from common.processes import Driver, Ended, Team, serve
 from common.report import Report, arguments
@@ -33,6 +33,7 @@ __all__ = [
     "free_ports",
     "human_bytes",
     "is_async",
+    "make_hosts",
     "make_strategy",
     "median",
     "plot",
@@ -43,5 +44,4 @@ __all__ = [
     "start_on_hosts",
     "table",
     "timed",
-    "two_hosts",
 ]

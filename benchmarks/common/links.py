@@ -1,4 +1,4 @@
-"""Two hosts out of network namespaces, and the link between them."""
+"""Hosts out of network namespaces, and the links between them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from common.places import ROOT, cluster_env, quiet_env
 from common.processes import Driver, Team
 
-__all__ = ["bytes_sent", "shape", "start_on_hosts", "two_hosts"]
+__all__ = ["bytes_sent", "make_hosts", "shape", "start_on_hosts"]
 
 
-def two_hosts() -> Any:
-    """Return both hosts, a context manager; ends the benchmark where none can be."""
+def make_hosts(count: int = 2) -> Any:
+    """Return hosts, a context manager; ends the benchmark where none can be."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
     from hosts import Hosts
 
     if reason := Hosts.available():
         sys.exit(f"This benchmark can't run here: {reason}.")
-    return Hosts(2)
+    return Hosts(count)
 
 
 def shape(hosts: Any, rate: int) -> None:
-    """Let both hosts send no faster than a rate, in bits per second."""
+    """Let each host send no faster than a rate, in bits per second."""
     # A burst of a millisecond, or of some packets.
     burst = str(max(rate // 8000, 20_000))
     limit = ["tbf", "rate", f"{rate}bit", "burst", burst, "latency", "1000ms"]
-    for host in range(2):
+    for host in range(len(hosts.names)):
         tc = [*hosts.prefix(host), "tc", "qdisc", "replace", "dev", "eth0", "root"]
         subprocess.run([*tc, *limit], check=True)
 
@@ -54,7 +54,7 @@ def start_on_hosts(
     place: int = 0,
     python: str = sys.executable,
 ) -> Team:
-    """Start a job of two workers, one on each host.
+    """Start a job with one worker on each host.
 
     Args:
         driver: Starts the processes.
@@ -65,11 +65,13 @@ def start_on_hosts(
         place: A number of this job's own, for its ports.
         python: That of another environment.
     """
-    addresses = [f"{hosts.address(h)}:{5000 + 10 * place + h}" for h in range(2)]
+    size = len(hosts.names)
+    port = 5000 + 100 * place
+    addresses = [f"{hosts.address(host)}:{port + host}" for host in range(size)]
     secret = secrets.token_hex(32)
     return driver.start(
         name,
-        lambda rank: [*hosts.prefix(rank), python, *command, str(rank), "2"],
-        2,
+        lambda rank: [*hosts.prefix(rank), python, *command, str(rank), str(size)],
+        size,
         lambda rank: {**quiet_env(), **cluster_env(addresses, rank, secret), **env},
     )

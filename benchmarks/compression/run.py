@@ -25,12 +25,12 @@ from common import (
     Team,
     arguments,
     bytes_sent,
+    make_hosts,
     median,
     plot,
     shape,
     start_on_hosts,
     table,
-    two_hosts,
 )
 
 PLAYER = str(HERE.parent / "fit" / "player.py")
@@ -63,7 +63,7 @@ def measure(model: str, names: list[str], links: list[str], options: Any) -> Any
     seconds: dict[str, dict[str, list[float]]] = {link: {} for link in links}
     sent: dict[str, float] = {}
     counted: dict[str, float] = {}
-    with two_hosts() as hosts, Driver() as driver:
+    with make_hosts() as hosts, Driver() as driver:
         shape(hosts, LINKS["10 Gbit/s"][0])
         command = [PLAYER, "ring", model, driver.path]
         teams = {

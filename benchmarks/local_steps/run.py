@@ -24,11 +24,11 @@ from common import (
     Report,
     arguments,
     bytes_sent,
+    make_hosts,
     plot,
     shape,
     start_on_hosts,
     table,
-    two_hosts,
 )
 
 PLAYER = str(HERE / "player.py")
@@ -65,7 +65,7 @@ def main() -> None:
         epochs = 1 if options.quick else epochs
         rows, lines = [], {}
         for name in names:
-            with two_hosts() as hosts, Driver() as driver:
+            with make_hosts() as hosts, Driver() as driver:
                 team = start_on_hosts(
                     *(driver, hosts, name, [PLAYER, driver.path]),
                     {"RING_OPTIONS": json.dumps(COLUMNS[name]), "MODEL": model},

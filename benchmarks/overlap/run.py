@@ -23,11 +23,11 @@ from common import (
     Driver,
     Report,
     arguments,
+    make_hosts,
     median,
     shape,
     start_on_hosts,
     table,
-    two_hosts,
 )
 
 PLAYER = str(HERE.parent / "fit" / "player.py")
@@ -74,7 +74,7 @@ def main() -> None:
         repeats=f"{rounds} rounds x {steps} steps",
     )
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    with two_hosts() as hosts, Driver() as driver:
+    with make_hosts() as hosts, Driver() as driver:
         shape(hosts, RATE)
         command = [PLAYER, "ring", "mlp", driver.path]
         teams = {

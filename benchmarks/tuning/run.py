@@ -22,11 +22,11 @@ from common import (
     Driver,
     Report,
     arguments,
+    make_hosts,
     median,
     shape,
     start_on_hosts,
     table,
-    two_hosts,
 )
 
 PLAYER = str(HERE.parent / "fit" / "player.py")
@@ -65,7 +65,7 @@ def main() -> None:
     )
     rows = []
     for model in models:
-        with two_hosts() as hosts:
+        with make_hosts() as hosts:
             found = {}
             for link in links:
                 shape(hosts, LINKS[link][0])

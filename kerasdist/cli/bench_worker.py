@@ -16,7 +16,7 @@ import os
 import runpy
 import sys
 import tempfile
-from typing import Any
+from typing import Any, NoReturn
 
 from kerasdist._keras.context import setting
 from kerasdist._keras.training.state import JobCallback
@@ -85,20 +85,35 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="kerasdist-bench-")
         )
         board = ScalingTensorBoard(folder, calibrate=True, verbose=0)
-
-        def measure(trainer: Any, given: list[Any]) -> list[Any]:
-            del trainer
-            own = [one for one in given if not isinstance(one, ScalingTensorBoard)]
-            return [*own, _Limit(board, int(steps)), board]
-
         # Also after an error, which ends `fit`: for the steps before it.
         undo.callback(_print_result, board)
-        undo.enter_context(output_to_errors())
-        undo.enter_context(setting(replace_callbacks=measure))
+        run_first_fit("bench", command, [_Limit(board, int(steps)), board])
+
+
+def run_first_fit(name: str, command: list[str], callbacks: list[Any]) -> NoReturn:
+    """Run a script whose first `fit` has more callbacks, which end the process.
+
+    What the script prints goes to standard error.
+
+    Args:
+        name: The command's name, for the error.
+        command: The script or module, and its arguments.
+        callbacks: They replace a `ScalingTensorBoard` of the script.
+
+    Raises:
+        SystemExit: By a callback; or, with a text, there was no `fit`.
+    """
+
+    def added(trainer: Any, given: list[Any]) -> list[Any]:
+        del trainer
+        own = [one for one in given if not isinstance(one, ScalingTensorBoard)]
+        return [*own, *callbacks]
+
+    with output_to_errors(), setting(replace_callbacks=added):
         _run(command)
     raise SystemExit(
-        "kerasdist bench found nothing to measure. The script ended without a call of "
-        "`model.fit` under a strategy of kerasdist. Build and compile the model in "
+        f"kerasdist {name} found nothing to measure. The script ended without a call "
+        "of `model.fit` under a strategy of kerasdist. Build and compile the model in "
         "`with kerasdist.RingStrategy().scope():`, and train it by `fit`."
     )
 

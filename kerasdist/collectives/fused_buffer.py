@@ -1,4 +1,4 @@
-"""A buffer of several flat arrays, which aren't copied together."""
+"""Buckets of arrays that are sent at once, and buffers that aren't copied together."""
 
 from __future__ import annotations
 
@@ -12,6 +12,31 @@ import numpy as np
 import numpy.typing as npt
 
 from kerasdist.collectives.row_exchange import Array
+
+
+def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Divide gradients into buckets, from the last one to the first.
+
+    The result depends only on numbers that are the same on all workers, and so do the
+    buckets' contents and order.
+
+    Args:
+        sizes: Bytes of each gradient.
+        limit: Maximum bytes of a bucket; a larger gradient has a bucket of its own.
+
+    Returns:
+        Indices of gradients, by bucket, in the order in which buckets are sent.
+    """
+    result: list[list[int]] = []
+    room = 0
+    for index in reversed(range(len(sizes))):
+        if not result or sizes[index] > room:
+            result.append([])
+            room = limit
+        result[-1].append(index)
+        room -= sizes[index]
+    return result
+
 
 # Buffers of results, whose memory is reused when it isn't referred to any more.
 #

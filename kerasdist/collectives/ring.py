@@ -25,7 +25,7 @@ from kerasdist.transport.tracing import Recorder, SpanTimer
 
 # Chunks are sent in pieces of this size. It's less than the kernel's buffers, and stays
 # in a core's own cache until it is added.
-_PIECE_BYTES = 512 << 10
+PIECE_BYTES = 512 << 10
 
 # Collectives over several hosts: memory inside a host, a ring between hosts.
 #
@@ -69,7 +69,7 @@ class HierarchicalCommunicator(CheckedCommunicator):
         self._host = next(i for i, ranks in enumerate(self._hosts) if rank in ranks)
         self._local = local
         self._leaders = leaders
-        self._piece_bytes = _PIECE_BYTES
+        self._piece_bytes = PIECE_BYTES
         if local.size > 1:
             self.within_host = local
 
@@ -197,6 +197,11 @@ _SMALL_BYTES = 64 << 10
 _MORE_BYTES = 16 << 10
 
 
+def sends_whole(size: int, ranks: int) -> bool:
+    """Return whether a buffer of some bytes is sent around whole."""
+    return size <= _SMALL_BYTES and (ranks - 2) * size <= _MORE_BYTES
+
+
 class RingCommunicator(CheckedCommunicator):
     """Collectives around a ring.
 
@@ -218,7 +223,7 @@ class RingCommunicator(CheckedCommunicator):
         self._right = (self.rank + 1) % self.size
         self._left = (self.rank - 1) % self.size
         self._results = BufferPool()
-        self.piece_bytes = _PIECE_BYTES
+        self.piece_bytes = PIECE_BYTES
 
     def _reduce(
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
@@ -231,11 +236,7 @@ class RingCommunicator(CheckedCommunicator):
         if timer is not None:
             timer.end("pack", size)
         combine = reducer(op)
-        if (
-            self.size > 1
-            and size <= _SMALL_BYTES
-            and (self.size - 2) * size <= _MORE_BYTES
-        ):
+        if self.size > 1 and sends_whole(size, self.size):
             inputs = np.empty((self.size, elements), dtype)
             inputs[self.rank] = flat
             self._gather([octets(row) for row in inputs], call, deadline)

@@ -36,9 +36,10 @@ from kerasdist._keras.data.epoch_iterators import batch_size_of_fit
 from kerasdist._keras.elastic.training_state import checkpoint_folder
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.connect import Job
+from kerasdist.collectives.fused_buffer import in_buckets
 from kerasdist.compression import Compressor, compressor_of
+from kerasdist.prediction.links import LARGE_BYTES, seconds_of_all_reduce
 from kerasdist.strategies.reduce.consensus import Consensus
-from kerasdist.strategies.reduce.gradients import in_buckets
 from kerasdist.strategies.reduce.workers import Workers
 from kerasdist.transport.array_file import read_arrays, write_arrays
 
@@ -50,9 +51,7 @@ _TIMED = 2
 # Parts of a step that another size, and another compressor, have to save.
 _GAIN = 0.02
 _COMPRESSION_GAIN = 0.05
-# Bytes of the all-reduces by which the link is measured, and how often each runs.
-_LARGE_BYTES = 4 << 20
-_TIMES = 3
+# Sizes of pieces that are measured.
 _PIECES = (128 << 10, 512 << 10, 2 << 20)
 _FORWARD = 1 / 3
 
@@ -64,20 +63,6 @@ class MeasuredLink(NamedTuple):
     byte: float
 
 
-def seconds_of_all_reduce(communicator: Communicator, size: int) -> float:
-    """Return the median seconds of an all-reduce of some bytes, alike on all ranks."""
-    buffer = np.zeros(max(size // 4, 1), np.float32)
-    taken = []
-    for _ in range(_TIMES + 1):
-        communicator.barrier()
-        begin = time.perf_counter()
-        communicator.all_reduce([buffer])
-        taken.append(time.perf_counter() - begin)
-    # The first one allocates memory.
-    mine = np.float64(np.median(taken[1:]))
-    return float(communicator.all_reduce([mine], "max")[0])
-
-
 def measure_link(communicator: Communicator) -> MeasuredLink:
     """Measure an all-reduce, and set the fastest size of pieces; all ranks call it."""
     latency = seconds_of_all_reduce(communicator, 4)
@@ -85,12 +70,12 @@ def measure_link(communicator: Communicator) -> MeasuredLink:
     found = {}
     for size in _PIECES if given else (0,):
         communicator.piece_bytes = size
-        found[size] = seconds_of_all_reduce(communicator, _LARGE_BYTES)
+        found[size] = seconds_of_all_reduce(communicator, LARGE_BYTES)
     best = min(found, key=lambda size: found[size])
     if found[given] <= found[best] * (1 + _GAIN):
         best = given
     communicator.piece_bytes = best
-    return MeasuredLink(latency, max(found[best] - latency, 0.0) / _LARGE_BYTES)
+    return MeasuredLink(latency, max(found[best] - latency, 0.0) / LARGE_BYTES)
 
 
 def faster_job(first: Job, connect_second: Callable[[], Job]) -> Job:
@@ -106,7 +91,7 @@ def faster_job(first: Job, connect_second: Callable[[], Job]) -> Job:
     jobs = [first]
     try:
         jobs.append(connect_second())
-        taken = [seconds_of_all_reduce(job.communicator, _LARGE_BYTES) for job in jobs]
+        taken = [seconds_of_all_reduce(job.communicator, LARGE_BYTES) for job in jobs]
         # The ranks of either have one number; of both they may have two.
         agreed = jobs[0].communicator.broadcast([np.array(taken)])[0]
     except BaseException as error:

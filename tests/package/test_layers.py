@@ -31,6 +31,7 @@ LAYERS = [
         "mechanism",
         {"kerasdist.collectives", "kerasdist.parameter_server", "kerasdist.placement"},
     ),
+    ("prediction", {"kerasdist.prediction"}),
     ("tf seam", {"kerasdist._tf"}),
     ("keras seam", {"kerasdist._keras"}),
     ("compression", {"kerasdist.compression"}),

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist.collectives.fused_buffer import in_buckets
 from kerasdist.compression import Compressor
 from kerasdist.strategies.reduce.compressed import compressed_sums
 from kerasdist.strategies.reduce.sparse_parts import (
@@ -205,30 +206,6 @@ def _wide(tensor: Any) -> Any:
 #
 #     computing    | grad D | grad C | grad B | grad A |            | update
 #     on the wire           |  bucket D, C    |   bucket B, A       |
-
-
-def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide gradients into buckets, from the last one to the first.
-
-    The result depends only on numbers that are the same on all workers, and so do the
-    buckets' contents and order.
-
-    Args:
-        sizes: Bytes of each gradient.
-        limit: Maximum bytes of a bucket; a larger gradient has a bucket of its own.
-
-    Returns:
-        Indices of gradients, by bucket, in the order in which buckets are sent.
-    """
-    result: list[list[int]] = []
-    room = 0
-    for index in reversed(range(len(sizes))):
-        if not result or sizes[index] > room:
-            result.append([])
-            room = limit
-        result[-1].append(index)
-        room -= sizes[index]
-    return result
 
 
 # Up to this size the last bucket is sent with the slices, by one collective.

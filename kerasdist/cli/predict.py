@@ -1,0 +1,235 @@
+"""The command `kerasdist predict`: what more workers would take, before they exist."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kerasdist.cli.console import above_zero, add_command
+from kerasdist.cli.run import command as run
+from kerasdist.cli.run.command import check_command
+from kerasdist.prediction import report
+from kerasdist.prediction.links import HostLink, parse_link
+from kerasdist.prediction.profile import Profile
+from kerasdist.prediction.simulation import Setup, predict
+
+WITH_VALUE = (
+    *("--workers", "--network", "--per-host", "--strategy", "--servers", "--steps"),
+    *("--local-steps", "--compression", "--price", "--profile", "--plot"),
+)
+_WORKER = "kerasdist.cli.predict_worker"
+_COMPRESSORS = ("fp16", "bf16", "powersgd", "topk")
+_DESCRIPTION = """\
+Run a training script up to its first `fit`, measure some steps of one worker, and
+simulate the same steps with other numbers of workers: the time of a step, examples per
+second, the scaling efficiency, and what limits the job. Each worker takes as many rows
+as the measured one, so that the global batch grows with the number of workers. The
+script isn't changed, and what follows its first `fit` isn't run. The other options are
+those of `kerasdist run`."""
+_EPILOG = """\
+examples:
+  kerasdist predict --workers 2,8,64 --network 10G train.py
+  kerasdist predict -H alpha,beta --workers 8,64 train.py     # measures the network
+  kerasdist predict --workers 8 --network 1G --compression powersgd train.py"""
+_integer = above_zero(int, "an integer")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `predict` to the command line."""
+    parser = add_command(
+        commands,
+        "predict",
+        _predict,
+        help="simulate a script's steps with other numbers of workers",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        usage="kerasdist predict [--workers N,N] [--network LINK] [options] "
+        "[options of run] [--] (script.py | -m module) [args ...]",
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N,N",
+        type=lambda text: [_integer(part) for part in text.split(",") if part],
+        default=[2, 4, 8, 16],
+        help="numbers of workers (default: 2,4,8,16)",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="LINK",
+        type=_link,
+        help="bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or "
+        "loopback (default: the measured one, with -H)",
+    )
+    parser.add_argument(
+        "--per-host",
+        metavar="N",
+        type=_integer,
+        default=1,
+        help="workers of each host (default: 1)",
+    )
+    parser.add_argument(
+        "--strategy",
+        choices=("ring", "sync", "async"),
+        default="ring",
+        help="sync and async are those of parameter servers (default: ring)",
+    )
+    parser.add_argument(
+        "--servers",
+        dest="simulated_servers",
+        metavar="N",
+        type=_integer,
+        default=1,
+        help="parameter servers, each on a host of its own (default: 1)",
+    )
+    parser.add_argument(
+        "--local-steps",
+        metavar="N",
+        type=_integer,
+        default=1,
+        help="as that argument of RingStrategy (default: 1)",
+    )
+    parser.add_argument(
+        "--compression",
+        choices=_COMPRESSORS,
+        default="",
+        help="as that argument of RingStrategy (default: the script's)",
+    )
+    parser.add_argument(
+        "--price",
+        metavar="P",
+        type=above_zero(float, "a number"),
+        help="of a worker's hour: adds the cost of an epoch",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="S",
+        type=_integer,
+        default=100,
+        help="number of steps to measure, fewer if `fit` has fewer (default: 100)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="JSON with the measured step: written, or with no script read",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw examples/s and ms per step into this file, for instance .svg",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document instead of the table, in seconds",
+    )
+    run.add_options(parser)
+
+
+def _link(text: str) -> HostLink:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    profile, code = _profile(arguments)
+    if profile is None:
+        return code
+    link = arguments.network or profile.link
+    if link is None:
+        raise SystemExit(
+            "kerasdist predict doesn't know the network. Received: no --network, and "
+            "the measured workers were on one host. Give its bits per second, as "
+            "--network 10G, or two hosts to measure it, as -H alpha,beta."
+        )
+    setup = Setup(
+        link=link,
+        strategy=arguments.strategy,
+        servers=arguments.simulated_servers,
+        per_host=arguments.per_host,
+        local_steps=arguments.local_steps,
+    )
+    found = {n: predict(profile, setup, n) for n in sorted(set(arguments.workers))}
+    arguments.document |= report.to_json(profile, found, arguments.price)
+    if not arguments.json:
+        print(report.to_text(profile, setup, found, arguments.price))
+    if arguments.plot is not None:
+        report.draw(arguments.plot, found)
+    return 0
+
+
+def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
+    """Return the measured step; None and an exit code if measuring has failed."""
+    faults: list[str] = []
+    path, read = arguments.profile, not arguments.script
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        faults.append(
+            "--plot needs matplotlib. Received: --plot "
+            f"{shlex.quote(str(arguments.plot))}. Install it: pip install matplotlib"
+        )
+    if arguments.local_steps > 1 and arguments.strategy != "ring":
+        faults.append(
+            "--local-steps is an argument of RingStrategy. Received: --local-steps "
+            f"{arguments.local_steps}, --strategy {arguments.strategy}"
+        )
+    for option, file in (("--plot", arguments.plot), ("--profile", path)):
+        if file is not None and not file.absolute().parent.is_dir():
+            faults.append(
+                f"{option} must be a file in a folder that exists. Received: {option} "
+                f"{shlex.quote(str(file))}"
+            )
+    if read and path is not None and not faults:
+        try:
+            return Profile.from_json(json.loads(path.read_text("utf-8"))), 0
+        except (OSError, ValueError, TypeError) as error:
+            faults.append(
+                "--profile must be a file that `kerasdist predict` has written. "
+                f"Received: --profile {shlex.quote(str(path))}: {error}"
+            )
+    if arguments.network is None and not (arguments.hosts or arguments.hostfile):
+        faults.append("--network is missing; with -H the network is measured")
+    command = check_command(arguments.script, os.environ, faults)
+    if faults:
+        arguments.parser.error("\n  ".join(faults))
+    if arguments.size is None and not (arguments.hosts or arguments.hostfile):
+        arguments.size = "1"
+    steps, compression = str(arguments.steps), arguments.compression
+    arguments.script = ["-m", _WORKER, steps, compression, *command]
+    with _standard_output() as output:
+        code = run.start(arguments.parser, arguments)
+        lines = [line for line in _lines(output) if line.startswith(b"{")]
+    if code or not lines:
+        return None, code or 1
+    value: Any = json.loads(lines[-1])
+    if path is not None:
+        path.write_text(json.dumps(value) + "\n", "utf-8")
+    return Profile.from_json(value), 0
+
+
+@contextlib.contextmanager
+def _standard_output() -> Iterator[BinaryIO]:
+    """Take what this process and its children write to standard output in the block."""
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        try:
+            os.dup2(file.fileno(), 1)
+            yield file
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def _lines(file: BinaryIO) -> list[bytes]:
+    file.seek(0)
+    return file.readlines()

@@ -1,0 +1,224 @@
+"""The steps of a job with many workers, on virtual clocks.
+
+Steps are simulated many times. In each, every worker's computing takes as long as one
+of the measured steps did: all wait for the slowest of them.
+
+    computing  | forward | gradients 0 | gradients 1 | gradients 2 |
+    messages                           | 0 ..... | 1 ..... |       | 2 ..... |
+    update                                       | 0 |     | 1 |             | 2 |
+
+A third of computing is the forward pass. Messages are sent in their order, when they
+are ready (`profile.GradientMessage`), and each part of the weights is updated when its
+message has arrived.
+
+Asynchronous workers don't wait for each other, but in the queue of a server. There
+events are simulated one by one: a worker's gradients are computed, the server that is
+free next takes them, the worker goes on with the reply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from typing import Any
+
+import numpy as np
+
+from kerasdist.collectives.row_exchange import Array
+from kerasdist.prediction import schedules
+from kerasdist.prediction.links import HostLink
+from kerasdist.prediction.profile import GradientMessage, Profile
+from kerasdist.prediction.schedules import Places
+
+FORWARD = 1 / 3
+# Simulated steps, and the most random numbers of one simulation.
+_STEPS = 400
+_MOST_NUMBERS = 4_000_000
+# Simulated steps of all asynchronous workers together.
+_EVENTS = 4_000
+# The part by which nine of ten predictions differ at most from what was measured
+# (benchmarks/prediction): low and high are that much lower and higher.
+ERROR = 0.1
+# Parts of a step that are worth to be named as its limit.
+_LEAST = 0.05
+# The chief's work for the heartbeat of one worker, in seconds for each second
+# (benchmarks/heartbeats: 3.3 % of a core for 1,000 of them), and what it may be.
+HEARTBEAT = 33e-6
+_MOST_HEARTBEATS = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """The kind of job.
+
+    Attributes:
+        strategy: "ring"; "sync" or "async" for parameter servers.
+        servers: Number of parameter servers.
+        per_host: Workers of each host.
+        link: The link between two hosts.
+        local_steps: Steps that each worker takes by itself before weights are averaged.
+    """
+
+    link: HostLink
+    strategy: str = "ring"
+    servers: int = 1
+    per_host: int = 1
+    local_steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The simulated steps of a number of workers.
+
+    Attributes:
+        step_s: Seconds of a step, the mean.
+        low: Seconds that nine of ten steps exceed, less the error of predictions.
+        high: Seconds that one of ten steps exceeds, and the error of predictions.
+        examples_per_s: Samples per second of all workers.
+        efficiency: Their part of the samples of as many workers that need no network
+            and wait for no one, 0 to 1.
+        limit: "compute", "input", "stragglers" (the slowest worker of each step),
+            "latency" and "bandwidth" of the network, "servers", "control plane".
+    """
+
+    step_s: float
+    low: float
+    high: float
+    examples_per_s: float
+    efficiency: float
+    limit: str
+
+
+def predict(profile: Profile, setup: Setup, workers: int) -> Prediction:
+    """Predict the steps of a job whose workers are each as the measured one.
+
+    Args:
+        profile: The measured step. Each worker takes as many rows: the global batch
+            grows with the number of workers.
+        setup: The kind of job.
+        workers: Number of workers.
+
+    Raises:
+        ValueError: A number isn't positive.
+    """
+    if min(workers, setup.servers, setup.per_host, setup.local_steps) < 1:
+        raise ValueError(
+            f"Numbers must be positive. Received: workers={workers}, {setup}."
+        )
+    alone = (
+        float(np.mean(profile.compute))
+        + profile.update
+        + profile.input
+        + profile.outside
+    )
+    taken = _steps(profile, setup, workers)
+    mean = float(taken.mean())
+    if workers == 1:
+        limit = "input" if profile.input > _LEAST * alone else "compute"
+    else:
+        limit = _limit(profile, setup, workers, mean, alone)
+    return Prediction(
+        step_s=mean,
+        low=float(np.percentile(taken, 10)) * (1 - ERROR),
+        high=float(np.percentile(taken, 90)) * (1 + ERROR),
+        examples_per_s=workers * profile.rows / mean,
+        efficiency=alone / mean,
+        limit=limit,
+    )
+
+
+def _limit(
+    profile: Profile, setup: Setup, workers: int, mean: float, alone: float
+) -> str:
+    """Name what costs most: what a step saves without it."""
+    if setup.strategy == "ring" and workers * HEARTBEAT > _MOST_HEARTBEATS:
+        return "control plane"
+    fast = dataclasses.replace(setup, link=HostLink(setup.link.latency, 0.0))
+    free = dataclasses.replace(setup, link=HostLink(0.0, 0.0))
+    without_bytes = float(_steps(profile, fast, workers).mean())
+    without = float(_steps(profile, free, workers).mean())
+    lost = {
+        "servers" if setup.strategy != "ring" else "bandwidth": mean - without_bytes,
+        "latency": without_bytes - without,
+        "stragglers": without - alone,
+        "input": profile.input,
+    }
+    worst = max(lost, key=lambda name: lost[name])
+    return worst if lost[worst] > _LEAST * mean else "compute"
+
+
+def _steps(profile: Profile, setup: Setup, workers: int) -> Array:
+    """Return the seconds of simulated steps, float64 of shape (steps,)."""
+    if setup.strategy == "async":
+        return _asynchronous(profile, setup, workers)
+    rest = profile.input + profile.outside
+    places = Places(workers, min(setup.per_host, workers), setup.link)
+    every = setup.local_steps
+    slowest = _slowest(profile.compute, workers, every)
+    if every > 1:
+        # Each worker updates by itself; then the weights are averaged.
+        average = schedules.all_reduce(profile.weights, places) if workers > 1 else 0.0
+        return (slowest + every * (profile.update + rest) + average) / every
+    ends = np.zeros_like(slowest)
+    updated = np.zeros_like(slowest)
+    before = 0.0
+    for message in profile.messages if workers > 1 else ():
+        ready = slowest * (FORWARD + (1 - FORWARD) * message.ready)
+        ends = np.maximum(ready, ends) + _seconds(message, setup, places)
+        part = message.ready - before
+        updated = np.maximum(ends, updated) + part * profile.update
+        before = message.ready
+    left = (1 - before) * profile.update
+    return np.maximum(updated, slowest) + left + rest
+
+
+def _seconds(message: GradientMessage, setup: Setup, places: Places) -> float:
+    if setup.strategy == "sync":
+        return schedules.exchange_with_servers(
+            message.size, places.workers, setup.servers, setup.link
+        )
+    schedule = {
+        "all_reduce": schedules.all_reduce,
+        "all_gather": schedules.all_gather,
+    }[message.kind]
+    return schedule(message.size, places)
+
+
+def _slowest(samples: Any, workers: int, steps: int) -> Array:
+    """Draw the seconds that the slowest of all workers computes for some steps."""
+    measured = np.sort(np.asarray(samples, np.float64))
+    if steps == 1:
+        # Equally likely values of the largest of `workers` uniform numbers.
+        largest = ((np.arange(_STEPS) + 0.5) / _STEPS) ** (1 / workers)
+        places = np.minimum((largest * measured.size).astype(int), measured.size - 1)
+        return np.asarray(measured[places])
+    count = max(1, min(_STEPS, _MOST_NUMBERS // (workers * steps)))
+    drawn = np.random.default_rng(0).choice(measured, (count, workers, steps))
+    return np.asarray(drawn.sum(2).max(1))
+
+
+def _asynchronous(profile: Profile, setup: Setup, workers: int) -> Array:
+    """Return the seconds between two steps of a worker, for each of its steps."""
+    random = np.random.default_rng(0)
+    rest = profile.input + profile.outside
+    size = sum(message.size for message in profile.messages) or profile.weights
+    # The servers take their parts of a worker's gradients at the same time, one worker
+    # after the other: all of them together are one queue.
+    busy = (2 * setup.link.byte * size + profile.update) / setup.servers
+    own = 2 * setup.link.byte * size
+    free_at, steps = 0.0, max(6, _EVENTS // workers)
+    drawn = random.choice(profile.compute, (steps, workers)) + rest
+    clocks = [(float(first), worker, 0.0, 0) for worker, first in enumerate(drawn[0])]
+    heapq.heapify(clocks)
+    taken: list[float] = []
+    while clocks:
+        ready, worker, begun, done = heapq.heappop(clocks)
+        free_at = max(free_at, ready) + busy
+        end = max(free_at, ready + own) + 2 * setup.link.latency
+        done += 1
+        if done > steps // 3:  # at first all are ready at the same time
+            taken.append(end - begun)
+        if done < steps:
+            again = end + float(drawn[done, worker])
+            heapq.heappush(clocks, (again, worker, end, done))
+    return np.asarray(taken)
