@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kerasdist.collectives.communicator import Communicator
     from kerasdist.compression import Factors, PowerSGD, TopK
     from kerasdist.placement.plan import Plan
+    from kerasdist.run_function.predict import predict
     from kerasdist.run_function.run import run
     from kerasdist.strategies.distribution import enable_keras_distribution
     from kerasdist.strategies.local_steps import LocalSteps
@@ -71,6 +72,7 @@ __all__ = [
     "layers",
     "local_training",
     "plan",
+    "predict",
     "run",
 ]
 
@@ -88,6 +90,7 @@ _LAZY = {
     "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.plan",
+    "predict": "kerasdist.run_function.predict",
     "run": "kerasdist.run_function.run",
 }
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import kerasdist
 from kerasdist import cli
 
 _SCRIPT = """
@@ -51,9 +52,20 @@ def test_a_script_is_measured_and_its_profile_is_used_again(launcher):
     # Two workers that really send have the same messages.
     alone = [m[:2] for m in profile["messages"]]
     assert alone == [["all_reduce", size] for size in (804, 40_000, 400, 40_000)]
-    out, _ = _predicted(launcher, *options, "-n", "2", "--json")
-    two = [m[:2] for m in json.loads(out)["profile"]["messages"]]
+    other = launcher.folder / "two.json"
+    simulated = kerasdist.predict(
+        launcher.folder / "train.py",
+        workers=[2, 8],
+        network="1G",
+        options=["-n", "2", "--profile", str(other)],
+    )
+    assert list(simulated) == [2, 8]
+    assert simulated[8].step_s > simulated[2].step_s > 0
+    two = [m[:2] for m in json.loads(other.read_text())["messages"]]
     assert two[: len(alone)] == alone
+    (launcher.folder / "wrong.py").write_text("raise KeyError('mine')")
+    with pytest.raises(RuntimeError, match=r"wrong.py.*exit code 1"):
+        kerasdist.predict(launcher.folder / "wrong.py", workers=[2], network="1G")
     # A table and a picture of what was measured before.
     out, _ = _predicted(
         launcher, *(*options, "--profile", str(file), "--plot", str(plot)), script=None

@@ -88,7 +88,7 @@ BENCHMARKS = {
             *("wire", "heartbeats", "membership", "memory_startup", "compression"),
             *("local_steps", "balance", "overlap", "server_throughput", "pipeline"),
             *("placement_memory", "planning_time", "chief_data", "epoch_check"),
-            *("local_replicas", "board_cost", "tuning"),
+            *("local_replicas", "board_cost", "tuning", "prediction"),
         )
     },
     "all_reduce": ["--columns", "memcpy", "shared_memory", "tcp"],
@@ -110,7 +110,7 @@ HOLDS = {
     "staleness": lambda r: r["results"]["s=0"]["2"][0]["accuracy"][-1] > 0.5,
     "pipeline": lambda r: len({round(loss, 4) for loss in r["loss"].values()}) == 1,
 }
-ON_HOSTS = ("wire", "overlap", "compression", "local_steps", "tuning")
+ON_HOSTS = (*("wire", "overlap", "compression", "local_steps", "tuning", "prediction"),)
 
 
 @pytest.mark.parametrize(
