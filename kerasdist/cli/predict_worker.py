@@ -98,9 +98,9 @@ class _Profiler(JobCallback):
                 f"and don't count. Received: {self._calls + _WARM_UP} steps."
             )
         job = self._job
-        every = job.steps_per_call
-        spans = self._spans.spans
-        messages = _messages_in(spans, job.communicator.size)[: len(spans) // every]
+        messages = _messages_in(
+            self._spans.spans, job.communicator.size, job.steps_per_call
+        )
         link = measure_link(job.communicator)
         compressing = 0.0
         if job.communicator.size == 1:
@@ -132,9 +132,12 @@ def _bytes_of(variable: Any) -> int:
     return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
 
 
-def _messages_in(spans: list[Any], ranks: int) -> tuple[GradientMessage, ...]:
-    """Return the collectives that were recorded in a call."""
+def _messages_in(
+    spans: list[Any], ranks: int, steps: int
+) -> tuple[GradientMessage, ...]:
+    """Return the collectives of a step, recorded in a call of some steps."""
     found = [s for s in spans if s.name in ("all_reduce", "all_gather")]
+    found = found[: len(found) // steps]
     total, known, messages = sum(s.size for s in found) or 1, 0, []
     for span in found:
         known += span.size
