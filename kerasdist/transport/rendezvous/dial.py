@@ -31,7 +31,7 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     look_up,
     why_unreachable,
 )
-from kerasdist.transport.tls import binding_of, connect_tls, wrap_dialed
+from kerasdist.transport.tls import binding_of, connect_tls, wrap
 
 _Result = TypeVar("_Result")
 
@@ -93,7 +93,7 @@ def dial_tcp(
             sock.close()
             raise
         else:
-            sock = wrap_dialed(sock, credentials)
+            sock = wrap(sock, credentials, server=False)
             return _authenticate(sock, secret, hello, deadline, address, stop)
     raise OSError("its host name has no address")
 
