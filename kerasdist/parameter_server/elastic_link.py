@@ -270,27 +270,22 @@ class Search:
     def _all(self) -> list[int]:
         """Wait until all servers have been started."""
         for server, address in enumerate(self.link.servers):
-            attempt = functools.partial(self._is_ready, server)
+            attempt = functools.partial(self._check_ready, server)
             try:
-                found = retry(
-                    *(attempt, self.deadline, server, address, self.stop), "Server"
-                )
+                retry(*(attempt, self.deadline, server, address, self.stop), "Server")
             except errors.StartupError as error:
                 # It has the index of a server, not the rank of a worker.
                 error.missing = {}
                 raise
-            if found is None:
-                raise Aborted
         return list(range(len(self.link.servers)))
 
-    def _is_ready(self, server: int) -> bool:
+    def _check_ready(self, server: int) -> None:
         try:
             self._request(server, self._question("ready"))
         except Refused as refused:
             if refused.refusal.final:
                 raise
             raise OSError(str(refused)) from refused
-        return True
 
     def _living(self) -> list[int]:
         """Return the servers that answer; at least one.

@@ -34,8 +34,7 @@ from kerasdist.transport.rendezvous.dial import (
     PROBE_SECONDS,
     Refused,
     answer,
-    dial_tcp,
-    dial_unix,
+    dial,
     hello_of,
     refuse,
     register,
@@ -179,22 +178,15 @@ class Session:
             Aborted: `interrupt` was called.
         """
         member = self.members[rank]
-        local = member.host == self._me.host
+        name = member.unix_name if member.host == self._me.host else None
         hello = {"session": self._number.session, "purpose": purpose, "rank": self.rank}
-        address = member.address
-
-        secret, stop = self._secret, self._stop
-
-        def attempt() -> Connection:
-            if local:
-                name = member.unix_name
-                return dial_unix(name, secret, hello, deadline, address, stop)
-            return dial_tcp(address, secret, hello, deadline, stop)
-
-        connection = retry(attempt, deadline, rank, address, stop)
-        if connection is None or stop.is_set():
-            if connection is not None:
-                connection.close()
+        address, stop = member.address, self._stop
+        connection = retry(
+            lambda: dial(name, address, self._secret, hello, deadline, stop),
+            *(deadline, rank, address, stop),
+        )
+        if stop.is_set():
+            connection.close()
             raise Aborted
         return connection.sock
 
@@ -424,12 +416,11 @@ class Arrival:
             return Sight([Absent("other workers", "", why)], here="rank 0")
 
         try:
-            found = retry(attempt, self.deadline, 0, chief, self.stop, connected=look)
+            connection, roster = retry(
+                *(attempt, self.deadline, 0, chief, self.stop), connected=look
+            )
         except Refused as refused:
             raise refused.to_startup_error() from None
-        if found is None:
-            raise Aborted
-        connection, roster = found
         return roster.members, {0: connection}
 
     def gather(self) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
