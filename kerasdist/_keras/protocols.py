@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from kerasdist._tf.variables import facets_of
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.elastic.communicator import MembershipChange
+from kerasdist.collectives.elastic.communicator import ElasticCommunicator
+from kerasdist.collectives.elastic.connect import MembershipAlone
 
 
 class StepTimer(Protocol):
@@ -236,93 +237,11 @@ class LocalHooks(Protocol):
     def end_epoch(self, trainer: Any) -> None: ...
 
 
-class ElasticHooks(Protocol):
-    """Changes of membership: workers that are lost, or join, during a call of Keras.
-
-    `WorkerHooks` has the present workers' ranks and replicas at any time. Collectives
-    outside of sections are repeated by themselves after a change.
-    """
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether there is one worker, and never another."""
-
-    @property
-    def epoch(self) -> int:
-        """The number of the present membership, which grows with each change."""
-
-    @property
-    def changes(self) -> Sequence[MembershipChange]:
-        """The changes so far, as this worker has seen them; the last one may be new."""
-
-    @property
-    def finished(self) -> int:
-        """The number of collectives that have been finished, in all memberships."""
-
-    @property
-    def finished_before(self) -> int:
-        """The same when the present membership began."""
-
-    @property
-    def joining(self) -> bool:
-        """Whether this worker is alone until it calls `join`."""
-
-    @property
-    def is_newcomer(self) -> bool:
-        """Whether this worker has no state yet: from `join` to `finish_joining`."""
-
-    def ask(self) -> tuple[bool, bool]:
-        """Return whether workers want to join, and whether members want to leave.
-
-        All members call it alike.
-        """
-
-    def publish(self, name: str, value: Any) -> None:
-        """Give a fact, as JSON, to processes that ask; all members have the same."""
-
-    def facts_of_members(self) -> dict[str, Any] | None:
-        """Return a member's facts by their names; None if no member answers."""
-
-    def admit(self) -> bool:
-        """Admit workers that want to join; all members call it alike.
-
-        Returns:
-            Whether there are members without state now.
-        """
-
-    def expecting(
-        self, replicas: Sequence[int]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Act in the block as the member after those with these numbers of replicas.
-
-        For what depends on the layout of the replicas, and calls no collective.
-        """
-
-    def join(self) -> None:
-        """Become a member without state; returns when `admit` does at the others."""
-
-    def finish_joining(self) -> None:
-        """End the joining of newcomers; all members call it alike.
-
-        Raises:
-            CollectiveError: All members that had the state were lost before.
-        """
-
-    def section(self) -> contextlib.AbstractContextManager[None]:
-        """Let a change of membership end the block's collectives with an error.
-
-        The collectives that all have finished keep their results; from the next one on,
-        all members are in the same block, and each collective in it raises.
-        """
-
-    def has_changed(self, error: BaseException) -> bool:
-        """Return whether a change of membership caused the error of a section.
-
-        Then the new membership holds on return, and the section is to be repeated.
-
-        Raises:
-            WorkerLost: The job can't continue.
-        """
+# Changes of membership: workers that are lost, or join, during a call of Keras.
+#
+# `WorkerHooks` has the present workers' ranks and replicas at any time. Collectives
+# outside of sections are repeated by themselves after a change.
+ElasticHooks = ElasticCommunicator | MembershipAlone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -142,29 +142,19 @@ def _is_dead(error: BaseException | None) -> bool:
     return isinstance(error, ConnectionRefusedError)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Search:
     """The search of one worker for the servers of one epoch.
 
     Attributes:
-        rank: This worker's rank at the start.
-        servers: The addresses of the job's servers.
-        session: The name of the servers' session.
-        secret: The job's secret.
-        agreed: The settings that servers compare, see `agreed`.
-        job: See `EpochRequest`.
+        link: The job, and its servers.
         epoch: The number of the epoch.
         first: Whether this worker has been in no epoch before, of any strategy.
         deadline: When to give up.
         stop: When another thread sets it, the search ends with `Aborted`.
     """
 
-    rank: int
-    servers: tuple[str, ...]
-    session: str
-    secret: bytes
-    agreed: dict[str, Any]
-    job: int
+    link: ServerLink
     epoch: int
     first: bool
     deadline: Deadline
@@ -185,15 +175,15 @@ class Search:
         # Servers may be started later than the script's first strategy.
         at_start = self.epoch == 0 and self.first
         servers = self._all() if at_start else self._living()
-        session = f"{self.session}.{self.epoch}.{secrets.token_hex(8)}"
+        session = f"{self.link.session}.{self.epoch}.{secrets.token_hex(8)}"
         layout = EpochServers(tuple(servers), session)
         begin = functools.partial(
             self._begin_at,
             request=EpochRequest(
                 request="begin",
-                job=self.job,
+                job=self.link.job,
                 epoch=self.epoch,
-                settings=self.agreed,
+                settings=self.link.agreed,
                 workers=tuple(workers),
                 seconds=self.deadline.remaining(),
                 layout=layout,
@@ -216,7 +206,7 @@ class Search:
         """
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         done = Cancellation()
-        servers = range(len(self.servers))
+        servers = range(len(self.link.servers))
         for server in servers:
             threading.Thread(
                 target=self._ask_one,
@@ -257,10 +247,12 @@ class Search:
             heartbeat: Keeps the connections, by server.
         """
         # Not `_at_once`: at the end of the process there are no new threads.
-        for server in range(len(self.servers)):
+        for server in range(len(self.link.servers)):
             # One that was lost, or is about to end, isn't needed.
             with contextlib.suppress(*_SILENT, *_OTHERS, Refused, Aborted):
-                heartbeat.add(server, self._open(server, self._question("stay"))[0])
+                question = self._question("stay")
+                line, _ = self._open(server, question, self.deadline, self.stop)
+                heartbeat.add(server, line)
 
     # Of an epoch's first member.
 
@@ -271,34 +263,29 @@ class Search:
             if self.stop.is_set():
                 raise Aborted from error
             raise errors.StartupError(
-                f"Server {server} ({self.servers[server]}) was lost before epoch "
+                f"Server {server} ({self.link.servers[server]}) was lost before epoch "
                 f"{self.epoch} began: {error}."
             ) from error
 
     def _all(self) -> list[int]:
         """Wait until all servers have been started."""
-        for server, address in enumerate(self.servers):
-            attempt = functools.partial(self._is_ready, server)
+        for server, address in enumerate(self.link.servers):
+            attempt = functools.partial(self._check_ready, server)
             try:
-                found = retry(
-                    *(attempt, self.deadline, server, address, self.stop), "Server"
-                )
+                retry(*(attempt, self.deadline, server, address, self.stop), "Server")
             except errors.StartupError as error:
                 # It has the index of a server, not the rank of a worker.
                 error.missing = {}
                 raise
-            if found is None:
-                raise Aborted
-        return list(range(len(self.servers)))
+        return list(range(len(self.link.servers)))
 
-    def _is_ready(self, server: int) -> bool:
+    def _check_ready(self, server: int) -> None:
         try:
             self._request(server, self._question("ready"))
         except Refused as refused:
             if refused.refusal.final:
                 raise
             raise OSError(str(refused)) from refused
-        return True
 
     def _living(self) -> list[int]:
         """Return the servers that answer; at least one.
@@ -314,7 +301,7 @@ class Search:
                 return error
             return None
 
-        servers = range(len(self.servers))
+        servers = range(len(self.link.servers))
         # A worker that was in no epoch yet may have been started before the servers.
         patience = Deadline(self.deadline.remaining() / 2 if self.first else 0.0)
         while not self.stop.is_set():
@@ -333,7 +320,7 @@ class Search:
         reason = str(error or "it doesn't answer").rstrip(".")
         if len(found) > 1:
             reason = f"no server is left; {reason}"
-        lost = errors.ServerLost(server, self.servers[server], 0, reason, False)
+        lost = errors.ServerLost(server, self.link.servers[server], 0, reason, False)
         # At the start the servers may be started later.
         return lost if self.first else CannotConnect(lost)
 
@@ -347,9 +334,11 @@ class Search:
             found: Exception | None = None
             is_final = False
             try:
-                answer = self._send(server, self._question("ask"), self.deadline, done)
+                question = self._question("ask")
+                connection, answer = self._open(server, question, self.deadline, done)
+                connection.close()
                 layout = (answer.layout or EpochServers((), "")).check(
-                    len(self.servers)
+                    len(self.link.servers)
                 )
                 answers.put((server, layout, True))
                 return
@@ -370,36 +359,27 @@ class Search:
 
     def _question(self, request: Literal["ready", "ask", "stay"]) -> EpochRequest:
         return EpochRequest(
-            request=request, job=self.job, epoch=self.epoch, settings=self.agreed
+            request=request,
+            job=self.link.job,
+            epoch=self.epoch,
+            settings=self.link.agreed,
         )
 
     def _request(self, server: int, request: EpochRequest) -> None:
         limit = Deadline(min(self.deadline.remaining(), _ANSWER_SECONDS))
-        self._send(server, request, limit, self.stop)
-
-    def _send(
-        self,
-        server: int,
-        request: EpochRequest,
-        deadline: Deadline,
-        stop: Cancellation,
-    ) -> EpochAnswer:
-        connection, answer = self._open(server, request, deadline, stop)
-        connection.close()
-        return answer
+        self._open(server, request, limit, self.stop)[0].close()
 
     def _open(
         self,
         server: int,
         request: EpochRequest,
-        deadline: Deadline | None = None,
-        stop: Cancellation | None = None,
+        deadline: Deadline,
+        stop: Cancellation,
     ) -> tuple[Connection, EpochAnswer]:
-        hello = hello_of(self.session, PURPOSE, self.rank, request)
-        address = self.servers[server]
+        link = self.link
+        hello = hello_of(link.session, PURPOSE, link.rank, request)
         return register(
-            *(address, self.secret, hello, EpochAnswer),
-            *(deadline or self.deadline, stop or self.stop),
+            *(link.servers[server], link.secret, hello, EpochAnswer), *(deadline, stop)
         )
 
     def _at_once(
@@ -477,6 +457,14 @@ class ServerLink:
             strategy.
         transport: See `connect_servers`.
 
+    Attributes:
+        rank: This worker's rank at the start.
+        servers: The addresses of the job's servers.
+        session: The name of the servers' session.
+        secret: The job's secret.
+        agreed: The settings that servers compare, see `agreed`.
+        job: See `EpochRequest`.
+
     Raises:
         ClusterError: There is no secret where one is needed, or no server.
     """
@@ -497,15 +485,15 @@ class ServerLink:
                 f"--elastic -n {cluster.size} --ps 1`, or name at least one server "
                 "under 'ps' in TF_CONFIG, in all tasks."
             )
-        self._rank = cluster.rank or 0
-        self._servers = cluster.servers
-        self._session = session_name(cluster)
-        self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
-        self._agreed = agreed(settings, min_workers)
+        self.rank = cluster.rank or 0
+        self.servers = cluster.servers
+        self.session = session_name(cluster)
+        self.secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+        self.agreed = agreed(settings, min_workers)
         self._settings = settings
         self._transport = transport
         self._stay = stay
-        self._job = 0
+        self.job = 0
         self._is_first = cluster.servers not in _stays
         self._lock = threading.Lock()
         self._groups: set[ServerGroup] = set()
@@ -540,7 +528,7 @@ class ServerLink:
     ) -> Connected:
         """See `Link.connect`; the session's name is the first member's choice."""
         deadline = Deadline(timeouts.startup)
-        self._job = job_number(name)
+        self.job = job_number(name)
         search = self._search(epoch, deadline, stop)
         try:
             if cluster.rank == 0:
@@ -559,7 +547,7 @@ class ServerLink:
                 )
             watch(error)
 
-        servers = tuple(self._servers[index] for index in layout.servers)
+        servers = tuple(self.servers[index] for index in layout.servers)
         seconds = max(deadline.remaining(), _LEAST_SECONDS)
         try:
             client = connect_servers(
@@ -580,24 +568,13 @@ class ServerLink:
                     raise lost from error
             raise
         self._is_first = False
-        group = ServerGroup(client, names(layout.servers, self._servers), self._forget)
+        group = ServerGroup(client, names(layout.servers, self.servers), self._forget)
         with self._lock:
             self._groups.add(group)
         return group
 
     def _search(self, epoch: int, deadline: Deadline, stop: Cancellation) -> Search:
-        return Search(
-            rank=self._rank,
-            servers=self._servers,
-            session=self._session,
-            secret=self._secret,
-            agreed=self._agreed,
-            job=self._job,
-            epoch=epoch,
-            first=self._is_first,
-            deadline=deadline,
-            stop=stop,
-        )
+        return Search(self, epoch, self._is_first, deadline, stop)
 
     def _forget(self, group: ServerGroup) -> None:
         with self._lock:
@@ -613,7 +590,7 @@ class ServerLink:
             group.client.close(error)
 
     def _let_servers_stay(self, timeouts: Timeouts) -> None:
-        heartbeat = _stays.get(self._servers)
+        heartbeat = _stays.get(self.servers)
         if heartbeat is None:
             try:
                 # A lost server shows on the connections of an epoch.
@@ -625,6 +602,6 @@ class ServerLink:
                 )
             except RuntimeError:
                 return  # the interpreter is ending: no strategy follows
-            _stays[self._servers] = heartbeat
+            _stays[self.servers] = heartbeat
         deadline = Deadline(_ANSWER_SECONDS)
         self._search(0, deadline, Cancellation()).stay(heartbeat)

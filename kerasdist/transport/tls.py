@@ -223,20 +223,27 @@ class TlsSocket(ssl.SSLSocket):
             poll.poll(max(left, 0.0) * 1000)
 
 
-def wrap(sock: socket.socket, context: ssl.SSLContext, *, server: bool) -> TlsSocket:
+def wrap(
+    sock: socket.socket, credentials: Credentials | None, *, server: bool
+) -> socket.socket:
     """Return a TLS socket in the place of a connected socket, before the handshake.
 
     Args:
         sock: The socket; it can't be used any more afterwards.
-        context: The settings of this side.
-        server: Whether this side has accepted the connection.
+        credentials: This side's; None: it doesn't use TLS, and the socket is returned.
+        server: Whether this side has accepted the connection: then `accept_tls` makes
+            the handshake, else `connect_tls`.
 
     Raises:
+        ClusterError: The certificates can't be read any more. The socket is closed.
         OSError: The connection is broken. The socket is closed.
     """
-    context.sslsocket_class = TlsSocket
+    if credentials is None:
+        return sock
     seconds = sock.gettimeout()
     try:
+        context = credentials.context(server=server)
+        context.sslsocket_class = TlsSocket
         wrapped = context.wrap_socket(
             sock,
             server_side=server,
@@ -293,46 +300,11 @@ _RENEW = (
 )
 
 
-def wrap_dialed(sock: socket.socket, credentials: Credentials | None) -> socket.socket:
-    """Return the socket with which `connect_tls` can be called, in the place of `sock`.
-
-    Raises:
-        ClusterError: The certificates can't be read any more.
-        OSError: The connection is broken.
-    """
-    if credentials is None:
-        return sock
-    try:
-        context = credentials.context(server=False)
-    except BaseException:
-        sock.close()
-        raise
-    return wrap(sock, context, server=False)
-
-
-def wrap_accepted(
-    sock: socket.socket, credentials: Credentials | None
-) -> socket.socket:
-    """Return the socket with which `accept_tls` can be called, in the place of `sock`.
-
-    Raises:
-        As `wrap_dialed`.
-    """
-    if credentials is None:
-        return sock
-    try:
-        context = credentials.context(server=True)
-    except BaseException:
-        sock.close()
-        raise
-    return wrap(sock, context, server=True)
-
-
 def connect_tls(sock: socket.socket, deadline: Deadline, address: str) -> None:
     """Make the handshake of the side that connects. Does nothing on a plain socket.
 
     Args:
-        sock: See `wrap_dialed`.
+        sock: See `wrap`.
         deadline: When to give up.
         address: The other side's, for messages.
 
@@ -364,7 +336,7 @@ def accept_tls(sock: socket.socket, deadline: Deadline, where: str) -> None:
     On a plain socket it only checks that the other side doesn't use TLS.
 
     Args:
-        sock: See `wrap_accepted`.
+        sock: See `wrap`.
         deadline: When to give up.
         where: The other side's address, for messages.
 

@@ -10,7 +10,7 @@ from certificates import Authority
 from groups import in_threads
 from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.tls import accept_tls, connect_tls, wrap_accepted, wrap_dialed
+from kerasdist.transport.tls import accept_tls, connect_tls, wrap
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -37,10 +37,10 @@ def _credentials() -> Credentials:
 def tls_pair(pair: Any = None) -> tuple[socket.socket, socket.socket]:
     """The two ends of a TLS connection: of the side that dialed, and the other."""
     one, other = pair or tcp_pair()
-    ends = (wrap_dialed(one, _credentials()), wrap_accepted(other, _credentials()))
+    ends = [wrap(each, _credentials(), server=each is other) for each in (one, other)]
     in_threads(
         2, lambda i: (connect_tls, accept_tls)[i](ends[i], Deadline(10), "there:1")
     )
     for end in ends:
         end.setblocking(True)
-    return ends
+    return tuple(ends)

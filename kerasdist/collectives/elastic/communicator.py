@@ -100,110 +100,8 @@ def differences(
     return " and ".join(parts) or "connections between the workers were lost"
 
 
-# The present group of a job, which one thread changes and others wait for.
-
 # The epoch of a worker that isn't a member yet.
 NO_EPOCH = -1
-
-
-class PresentGroup:
-    """The group on which collectives run; none while the members change.
-
-    Args:
-        group: The first one.
-        patience: Seconds that a change of membership may take.
-    """
-
-    def __init__(self, group: Group, patience: float) -> None:
-        self._patience = patience
-        self._changed = threading.Condition()
-        # Of the thread that changes groups; None while there is no group.
-        self._group: Group | None = group
-        self._fetched: Result | None = None
-        self._stopped: errors.CollectiveError | None = None
-
-    @property
-    def stopped(self) -> errors.CollectiveError | None:
-        """The error that ended this worker's part in the job, or None."""
-        with self._changed:
-            return self._stopped
-
-    def is_usable(self, group: Group) -> bool:
-        """Return whether a group is the present one."""
-        with self._changed:
-            return self._group is group
-
-    def suspend(self) -> None:
-        """End the running collective; there is no group until `resume`."""
-        with self._changed:
-            group, self._group = self._group, None
-            self._changed.notify_all()
-        if group is not None:
-            group.job.abandon()
-
-    def resume(self, group: Group, take_over: Callable[[], None]) -> None:
-        """Continue with a new group, unless `stop` was called.
-
-        Args:
-            group: The group.
-            take_over: Called before another thread gets it.
-        """
-        with self._changed:
-            if self._stopped is None:
-                self._group = group
-                take_over()
-            self._changed.notify_all()
-
-    def stop(self, error: errors.CollectiveError) -> None:
-        """End all collectives, now and later, with an error."""
-        with self._changed:
-            self._stopped = self._stopped or error
-            group, self._group = self._group, None
-            self._changed.notify_all()
-        if group is not None:
-            group.job.abandon(error)
-
-    def wait(self, after: int, seconds: float | None = None) -> Group:
-        """Wait until there is a group of an epoch after `after`; return it.
-
-        Raises:
-            CollectiveError: There will be none.
-        """
-        seconds = self._patience if seconds is None else seconds
-        deadline = time.monotonic() + seconds
-        with self._changed:
-            while self._stopped is None:
-                if self._group is not None and self._group.epoch > after:
-                    return self._group
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    self._stopped = errors.CollectiveTimeout(
-                        "The workers didn't agree in time on which of them continue. "
-                        f"Received: no agreement within {seconds:g} s. Can all "
-                        "hosts reach each other? Start the job again."
-                    )
-                    break
-                self._changed.wait(remaining)
-            raise copy_to_raise(self._stopped)
-
-    # The result of a collective that others have finished.
-
-    def keep(self, fetched: Result) -> None:
-        """Keep the result of the collective that ended unfinished here.
-
-        Others have finished it. The next group may change again before it is used.
-        """
-        with self._changed:
-            self._fetched = fetched
-
-    def take_fetched(self, number: int) -> list[Array] | None:
-        """Return the result of a collective if it was kept, and forget it."""
-        with self._changed:
-            fetched, self._fetched = self._fetched, None
-        if fetched is None or fetched.number != number:
-            return None
-        return fetched.arrays
-
 
 # Seconds for which members wait for processes that wanted to join.
 _ADMIT_SECONDS = 10.0
@@ -231,9 +129,10 @@ class ElasticCommunicator(ForwardingCommunicator):
     Attributes:
         membership: The agreement; set before the first collective.
         lines: The facts for processes that want to join; set likewise.
-        is_fixed: See `ElasticHooks.is_fixed`.
-        epoch: The number of the present membership.
-        changes: The changes of the members; appended to by the thread that makes them.
+        is_fixed: Whether there is one worker, and never another.
+        epoch: The number of the present membership, which grows with each change.
+        changes: The changes of the members so far, as this worker has seen them;
+            appended to by the thread that makes them, so the last one may be new.
         finished_before: The number of collectives that had been finished when it began.
         joining: Whether this worker is alone until it calls `join`.
         is_newcomer: Whether this worker has no state of the job yet: from `join` on,
@@ -262,7 +161,13 @@ class ElasticCommunicator(ForwardingCommunicator):
         self.wants_to_leave: Callable[[], bool] = lambda: False
         # One collective at a time.
         self._calls = threading.Lock()
-        self._present = PresentGroup(group, patience)
+        # The group on which collectives run, of the thread that changes groups; others
+        # wait for it. None while the members change.
+        self._changed = threading.Condition()
+        self._group: Group | None = group
+        self._fetched: Result | None = None
+        self._stopped: errors.CollectiveError | None = None
+        self._patience = patience
         self.last: Result | None = None
         self._number = self.finished_before = 0
         self.changes: list[MembershipChange] = []
@@ -278,29 +183,42 @@ class ElasticCommunicator(ForwardingCommunicator):
 
     def suspend(self) -> None:
         """End the running collective; begin none until `resume`."""
-        self._present.suspend()
+        with self._changed:
+            group, self._group = self._group, None
+            self._changed.notify_all()
+        if group is not None:
+            group.job.abandon()
 
     def keep(self, fetched: Result) -> None:
-        """See `PresentGroup.keep`."""
-        self._present.keep(fetched)
+        """Keep the result of the collective that ended unfinished here.
+
+        Others have finished it. The next group may change again before it is used.
+        """
+        with self._changed:
+            self._fetched = fetched
 
     def resume(self, group: Group, number: int) -> None:
-        """Continue with a new group.
+        """Continue with a new group, unless `stop` was called.
 
         Args:
             group: The group.
             number: The number of the last collective that a member has finished.
         """
-
-        def take_over() -> None:
-            if self.joining:
-                self._number = number
-
-        self._present.resume(group, take_over)
+        with self._changed:
+            if self._stopped is None:
+                self._group = group
+                if self.joining:  # before another thread gets the group
+                    self._number = number
+            self._changed.notify_all()
 
     def stop(self, error: errors.CollectiveError) -> None:
         """End all collectives, now and later, with an error."""
-        self._present.stop(error)
+        with self._changed:
+            self._stopped = self._stopped or error
+            group, self._group = self._group, None
+            self._changed.notify_all()
+        if group is not None:
+            group.job.abandon(error)
 
     def begin(self, seconds: float) -> None:
         """Wait for the first group of the job, in its start.
@@ -314,7 +232,12 @@ class ElasticCommunicator(ForwardingCommunicator):
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:
-        """See `ElasticHooks.section`. Sections inside of others belong to those."""
+        """Let a change of membership end the block's collectives with an error.
+
+        The collectives that all have finished keep their results; from the next one on,
+        all members are in the same block, and each collective in it raises. Sections
+        inside of others belong to those.
+        """
         if self._section is not None:
             yield
             return
@@ -327,7 +250,13 @@ class ElasticCommunicator(ForwardingCommunicator):
             self._section = None
 
     def has_changed(self, error: BaseException) -> bool:
-        """See `ElasticHooks.has_changed`."""
+        """Return whether a change of membership caused the error of a section.
+
+        Then the new membership holds on return, and the section is to be repeated.
+
+        Raises:
+            WorkerLost: The job can't continue.
+        """
         ended, self._ended = self._ended, False
         if not ended and not isinstance(error, MembershipChanged):
             return False
@@ -346,18 +275,21 @@ class ElasticCommunicator(ForwardingCommunicator):
         return bool(joining), bool(leaving)
 
     def publish(self, name: str, value: Any) -> None:
-        """See `ElasticHooks.publish`."""
+        """Give a fact, as JSON, to processes that ask; all members have the same."""
         # Another thread may be reading the facts.
         self.lines.facts = {**self.lines.facts, name: value}
 
     def facts_of_members(self) -> dict[str, Any] | None:
-        """See `ElasticHooks.facts_of_members`."""
+        """Return a member's facts by their names; None if no member answers."""
         answers = discover_members(self.lines, members=True).answers
         return dict(answers[0].facts) if answers else None
 
     @contextlib.contextmanager
     def expecting(self, replicas: Sequence[int]) -> Iterator[None]:
-        """See `ElasticHooks.expecting`."""
+        """Act in the block as the member after those with these numbers of replicas.
+
+        For what depends on the layout of the replicas, and calls no collective.
+        """
         rank, size, own = self.rank, self.size, self.replicas
         self.rank, self.size = len(replicas), len(replicas) + 1
         self.replicas = (*replicas, own[-1])
@@ -489,7 +421,9 @@ class ElasticCommunicator(ForwardingCommunicator):
         try:
             result = collective(group.communicator)
         except BROKEN as error:
-            if self._present.is_usable(group):
+            with self._changed:
+                is_present = self._group is group
+            if is_present:
                 self.membership.lost(group.epoch, group.member(error))
             return None
         return result if self.membership.finished(group.epoch, number) else None
@@ -497,13 +431,35 @@ class ElasticCommunicator(ForwardingCommunicator):
     def _await_fetched(self, group: Group, number: int) -> list[Array] | None:
         """Wait for the next group; return the result if others have finished it."""
         self.await_group(after=group.epoch)
-        return self._present.take_fetched(number)
+        with self._changed:
+            fetched, self._fetched = self._fetched, None
+        return fetched.arrays if fetched and fetched.number == number else None
 
     def await_group(
         self, after: int = NO_EPOCH - 1, seconds: float | None = None
     ) -> Group:
-        """See `PresentGroup.wait`."""
-        return self._present.wait(after, seconds)
+        """Wait until there is a group of an epoch after `after`; return it.
+
+        Raises:
+            CollectiveError: There will be none, also because none was agreed on within
+                `seconds`, by default the patience with a change.
+        """
+        seconds = self._patience if seconds is None else seconds
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._stopped is None:
+                if self._group is not None and self._group.epoch > after:
+                    return self._group
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    self._stopped = errors.CollectiveTimeout(
+                        "The workers didn't agree in time on which of them continue. "
+                        f"Received: no agreement within {seconds:g} s. Can all "
+                        "hosts reach each other? Start the job again."
+                    )
+                    break
+                self._changed.wait(remaining)
+            raise copy_to_raise(self._stopped)
 
     def _adopt(self, group: Group) -> None:
         """Take over rank, size and peers of a group."""
@@ -551,7 +507,8 @@ class ElasticCommunicator(ForwardingCommunicator):
     @property
     def failure(self) -> errors.CollectiveError | None:
         """The error that ended this worker's part in the job, or None."""
-        return self._present.stopped
+        with self._changed:
+            return self._stopped
 
     def abort(self, error: errors.CollectiveError | None = None) -> None:
         """See `Communicator.abort`."""

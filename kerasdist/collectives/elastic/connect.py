@@ -87,7 +87,7 @@ class JobAlone:
 
 
 class MembershipAlone:
-    """A membership that never changes; see `_keras.protocols.ElasticHooks`.
+    """A membership that never changes; see `ElasticCommunicator`.
 
     Args:
         leaving: The end of the job.
@@ -102,40 +102,40 @@ class MembershipAlone:
         self._leaving = leaving
 
     def ask(self) -> tuple[bool, bool]:
-        """See `ElasticHooks.ask`."""
+        """See `ElasticCommunicator.ask`."""
         return False, self._leaving.wanted
 
     def publish(self, name: str, value: Any) -> None:
-        """See `ElasticHooks.publish`: no other process is there."""
+        """See `ElasticCommunicator.publish`: no other process is there."""
 
     def facts_of_members(self) -> dict[str, Any] | None:
-        """See `ElasticHooks.facts_of_members`."""
+        """See `ElasticCommunicator.facts_of_members`."""
         return None
 
     def admit(self) -> bool:
-        """See `ElasticHooks.admit`."""
+        """See `ElasticCommunicator.admit`."""
         return False
 
     def expecting(
         self, replicas: Sequence[int]
     ) -> contextlib.AbstractContextManager[None]:
-        """See `ElasticHooks.expecting`."""
+        """See `ElasticCommunicator.expecting`."""
         del replicas
         return contextlib.nullcontext()
 
     def join(self) -> None:
-        """See `ElasticHooks.join`: this worker is a member."""
+        """See `ElasticCommunicator.join`: this worker is a member."""
 
     def finish_joining(self) -> None:
-        """See `ElasticHooks.finish_joining`."""
+        """See `ElasticCommunicator.finish_joining`."""
 
     @contextlib.contextmanager
     def section(self) -> Iterator[None]:
-        """See `ElasticHooks.section`."""
+        """See `ElasticCommunicator.section`."""
         yield
 
     def has_changed(self, error: BaseException) -> bool:
-        """See `ElasticHooks.has_changed`."""
+        """See `ElasticCommunicator.has_changed`."""
         del error
         return False
 

@@ -47,8 +47,7 @@ from kerasdist.transport.framing import FrameType, read_record, to_object
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import (
     Refused,
-    dial_tcp,
-    dial_unix,
+    dial,
     hello_of,
     register,
     retry,
@@ -206,14 +205,11 @@ class NetworkConnection(ServerConnection):
             dataclasses.replace(hello, line="data", shared=shared),
         )
 
-        def dial() -> Connection:
-            if shared:
-                name = roster.unix_name
-                return dial_unix(name, secret, data, deadline, self.address, stop)
-            return dial_tcp(self.address, secret, data, deadline, stop)
-
+        name = roster.unix_name if shared else None
         try:
-            channel = self._retry(dial, deadline)
+            channel = self._retry(
+                lambda: dial(name, self.address, secret, data, deadline, stop), deadline
+            )
         except BaseException:
             control.close()
             raise
@@ -231,7 +227,7 @@ class NetworkConnection(ServerConnection):
     ) -> _Result:
         """Try until it works."""
         try:
-            found = retry(
+            return retry(
                 *(attempt, deadline, self.index, self.address, self._stop),
                 "Server",
                 connected,
@@ -243,9 +239,6 @@ class NetworkConnection(ServerConnection):
             self.unreachable = error.missing.get(self.index, "")
             error.missing = {}
             raise
-        if found is None:
-            raise Aborted
-        return found
 
     def _keep_counts(self) -> None:
         if self._channel is not None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.transport import handshake
-from kerasdist.transport.base import Connection
+from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.framing import (
@@ -31,7 +31,7 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     look_up,
     why_unreachable,
 )
-from kerasdist.transport.tls import binding_of, connect_tls, wrap_dialed
+from kerasdist.transport.tls import binding_of, connect_tls, wrap
 
 _Result = TypeVar("_Result")
 
@@ -93,33 +93,35 @@ def dial_tcp(
             sock.close()
             raise
         else:
-            sock = wrap_dialed(sock, credentials)
+            sock = wrap(sock, credentials, server=False)
             return _authenticate(sock, secret, hello, deadline, address, stop)
     raise OSError("its host name has no address")
 
 
-def dial_unix(
-    name: str,
+def dial(
+    name: str | None,
+    address: str,
     secret: bytes,
     hello: dict[str, Any],
     deadline: Deadline,
-    address: str,
-    stop: Cancellation | None = None,
+    stop: Cancellation,
 ) -> Connection:
-    """Connect inside this host to the process that listens at `name`.
+    """Connect as `dial_tcp`, or inside this host by a Unix socket.
 
     Args:
-        name: Name of its Unix socket.
-        secret: The job's secret.
-        hello: See `handshake.authenticate_as_client`.
-        deadline: When to give up.
-        address: Its address in the cluster's settings.
+        name: Name of the Unix socket at which the process listens; None: it's on
+            another host.
+        address: See `dial_tcp`.
+        secret: See `dial_tcp`.
+        hello: See `dial_tcp`.
+        deadline: See `dial_tcp`.
         stop: See `dial_tcp`.
 
     Raises:
         As `dial_tcp`.
     """
-    stop = stop or Cancellation()
+    if name is None:
+        return dial_tcp(address, secret, hello, deadline, stop)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_in_children(sock)
     try:
@@ -279,7 +281,7 @@ def retry(
     stop: threading.Event,
     who: str = "Rank",
     connected: Callable[[], Sight | None] | None = None,
-) -> _Result | None:
+) -> _Result:
     """Try until it works or the deadline passes: machines start minutes apart.
 
     Args:
@@ -287,7 +289,7 @@ def retry(
         deadline: When to give up.
         index: The peer's index, for messages: its rank, or a server's index.
         address: The peer's address.
-        stop: When this is set, give up and return None.
+        stop: When this is set, give up.
         who: The kind of peer, for messages: "Rank" or "Server".
         connected: Returns what the attempt waits for when it has connected, for log
             lines; None before. Without it an attempt ends when it has connected.
@@ -295,6 +297,7 @@ def retry(
     Raises:
         StartupError: It didn't work by the deadline; `missing` has the index.
         ProtocolError: The process at the address isn't this version of kerasdist.
+        Aborted: `stop` was set.
     """
     number = 0
 
@@ -330,4 +333,4 @@ def retry(
                 undo.enter_context(notice)
             stop.wait(min(0.05 * 1.5 ** min(number, 8), deadline.remaining()))
             number += 1
-    return None
+    raise Aborted

@@ -36,7 +36,7 @@ from kerasdist.transport.handshake import is_loopback, why_not_same_user
 from kerasdist.transport.log import LimitedLog
 from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.bind import inherited_socket, listen_at
-from kerasdist.transport.tls import accept_tls, binding_of, wrap_accepted
+from kerasdist.transport.tls import accept_tls, binding_of, wrap
 
 # Authenticated connections, which wait until a session takes them.
 
@@ -363,7 +363,7 @@ class Listener:
         if server is self._unix:
             self._begin(sock, "this host")
         else:
-            sock = wrap_accepted(sock, self._credentials)
+            sock = wrap(sock, self._credentials, server=True)
             self._begin(sock, f"{source[0]}:{source[1]}")
 
     def _begin(self, sock: socket.socket, where: str) -> None:

@@ -34,8 +34,7 @@ from kerasdist.transport.rendezvous.dial import (
     PROBE_SECONDS,
     Refused,
     answer,
-    dial_tcp,
-    dial_unix,
+    dial,
     hello_of,
     refuse,
     register,
@@ -135,12 +134,10 @@ class Session:
                 addresses=cluster.workers,
                 secret=self._secret,
                 stop=self._stop,
+                deadline=Deadline(timeouts.startup),
+                listener=self._listener,
             )
-            deadline = Deadline(timeouts.startup)
-            if self.rank == 0:
-                found = gather(arrival, deadline, self._listener)
-            else:
-                found = report(arrival, deadline)
+            found = arrival.gather() if self.rank == 0 else arrival.report()
             self.members: tuple[StartupRecord, ...] = found[0]
             self.controls = found[1]
         except BaseException:
@@ -181,22 +178,15 @@ class Session:
             Aborted: `interrupt` was called.
         """
         member = self.members[rank]
-        local = member.host == self._me.host
+        name = member.unix_name if member.host == self._me.host else None
         hello = {"session": self._number.session, "purpose": purpose, "rank": self.rank}
-        address = member.address
-
-        secret, stop = self._secret, self._stop
-
-        def attempt() -> Connection:
-            if local:
-                name = member.unix_name
-                return dial_unix(name, secret, hello, deadline, address, stop)
-            return dial_tcp(address, secret, hello, deadline, stop)
-
-        connection = retry(attempt, deadline, rank, address, stop)
-        if connection is None or stop.is_set():
-            if connection is not None:
-                connection.close()
+        address, stop = member.address, self._stop
+        connection = retry(
+            lambda: dial(name, address, self._secret, hello, deadline, stop),
+            *(deadline, rank, address, stop),
+        )
+        if stop.is_set():
+            connection.close()
             raise Aborted
         return connection.sock
 
@@ -345,84 +335,6 @@ _ELSEWHERE = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """A worker's data for the start of a session.
-
-    Attributes:
-        session: The name of the session.
-        me: Its own record.
-        settings: Its settings; JSON values.
-        addresses: All workers' addresses, by rank.
-        secret: The job's secret.
-        stop: When another thread sets it, the start ends with `Aborted`. The chief
-            notices it within half a second.
-    """
-
-    session: str
-    me: StartupRecord
-    settings: dict[str, Any]
-    addresses: tuple[str, ...]
-    secret: bytes
-    stop: Cancellation = dataclasses.field(default_factory=Cancellation)
-
-
-def report(
-    arrival: Arrival, deadline: Deadline
-) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
-    """Connect to the chief: steps 1 and 3 of a worker that isn't the chief.
-
-    Returns:
-        All workers by rank, and the connection to the chief, now the caller's.
-
-    Raises:
-        StartupError, AuthenticationError, ProtocolError, Aborted: See `Session`.
-    """
-    chief = arrival.addresses[0]
-    connected = threading.Event()
-
-    def attempt() -> tuple[Connection, StartupRoster]:
-        hello = StartupHello(
-            member=arrival.me,
-            settings=arrival.settings,
-            seconds=deadline.remaining(),
-        )
-        connection, roster = register(
-            chief,
-            arrival.secret,
-            hello_of(arrival.session, "control", arrival.me.rank, hello),
-            StartupRoster,
-            deadline,
-            arrival.stop,
-            grace=_GRACE_SECONDS,
-            connected=connected,
-        )
-        fault = ""
-        if [m.rank for m in roster.members] != list(range(len(arrival.addresses))):
-            fault = "The roster doesn't hold all ranks."
-        elif tuple(m.address for m in roster.members) != arrival.addresses:
-            fault = "The roster holds other addresses."
-        if fault:
-            connection.close()
-            raise errors.ProtocolError(fault)
-        return connection, roster
-
-    def look() -> Sight | None:
-        if not connected.is_set():
-            return None
-        others = Absent("other workers", "", "rank 0 waits for them, see its output")
-        return Sight([others], here="rank 0")
-
-    try:
-        found = retry(attempt, deadline, 0, chief, arrival.stop, connected=look)
-    except Refused as refused:
-        raise refused.to_startup_error() from None
-    if found is None:
-        raise Aborted
-    connection, roster = found
-    return roster.members, {0: connection}
-
-
 @dataclasses.dataclass
 class _PendingPeer:
     """A worker that is connected to the chief and waits for the others."""
@@ -433,137 +345,224 @@ class _PendingPeer:
     patience: Deadline
 
 
-def gather(
-    arrival: Arrival, deadline: Deadline, listener: Listener
-) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
-    """Wait for all workers: steps 2 and 3, on the chief.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A worker's part in the start of a session.
 
-    Returns:
-        All workers by rank, and the connection to each of them but this one, now
-        the caller's.
-
-    Raises:
-        StartupError: See `Session`. All connected workers were sent a refusal.
-        Aborted: `arrival.stop` was set.
+    Attributes:
+        session: The name of the session.
+        me: Its own record.
+        settings: Its settings; JSON values.
+        addresses: All workers' addresses, by rank.
+        secret: The job's secret.
+        stop: When another thread sets it, the start ends with `Aborted`. The chief
+            notices it within half a second.
+        deadline: When to give up.
+        listener: This worker's listener.
+        pending: On the chief, the workers that are connected.
+        gone: On the chief, when the connections of others have ended.
     """
-    pending: dict[int, _PendingPeer] = {}
-    gone: dict[int, float] = {}
-    me = f"rank 0 ({arrival.addresses[0]})"
 
-    def look() -> Sight:
-        return _sight(arrival, listener, pending, gone)
+    session: str
+    me: StartupRecord
+    settings: dict[str, Any]
+    addresses: tuple[str, ...]
+    secret: bytes
+    stop: Cancellation
+    deadline: Deadline
+    listener: Listener
+    pending: dict[int, _PendingPeer] = dataclasses.field(default_factory=dict)
+    gone: dict[int, float] = dataclasses.field(default_factory=dict)
 
-    try:
-        with WaitingNotice("rank 0", look, deadline, goal=me):
-            _wait_for_all(arrival, deadline, listener, pending, gone)
-        _check_settings(arrival, pending)
-    except errors.StartupError as error:
-        for peer in pending.values():
-            refuse(peer.connection, str(error), error.missing)
-        raise
-    except BaseException:
-        for peer in pending.values():
-            peer.connection.close()
-        raise
-    members = (arrival.me, *(pending[rank].member for rank in sorted(pending)))
-    for peer in pending.values():
-        # Of one that died since the failure detector notices that.
-        answer(peer.connection, StartupRoster(members))
-    return members, {rank: peer.connection for rank, peer in pending.items()}
+    def report(self) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
+        """Connect to the chief: steps 1 and 3 of a worker that isn't the chief.
 
+        Returns:
+            All workers by rank, and the connection to the chief, now the caller's.
 
-def _wait_for_all(
-    arrival: Arrival,
-    deadline: Deadline,
-    listener: Listener,
-    pending: dict[int, _PendingPeer],
-    gone: dict[int, float],
-) -> None:
-    size = len(arrival.addresses)
-    while True:
-        for rank, peer in list(pending.items()):
-            if peer.connection.ended:
-                pending.pop(rank).connection.close()
-                gone[rank] = time.monotonic()
-        if arrival.stop.is_set():
-            raise Aborted
-        if len(pending) == size - 1:
+        Raises:
+            StartupError, AuthenticationError, ProtocolError, Aborted: See `Session`.
+        """
+        chief = self.addresses[0]
+        connected = threading.Event()
+
+        def attempt() -> tuple[Connection, StartupRoster]:
+            left = self.deadline.remaining()
+            hello = StartupHello(member=self.me, settings=self.settings, seconds=left)
+            connection, roster = register(
+                chief,
+                self.secret,
+                hello_of(self.session, "control", self.me.rank, hello),
+                StartupRoster,
+                self.deadline,
+                self.stop,
+                grace=_GRACE_SECONDS,
+                connected=connected,
+            )
+            fault = ""
+            if [m.rank for m in roster.members] != list(range(len(self.addresses))):
+                fault = "The roster doesn't hold all ranks."
+            elif tuple(m.address for m in roster.members) != self.addresses:
+                fault = "The roster holds other addresses."
+            if fault:
+                connection.close()
+                raise errors.ProtocolError(fault)
+            return connection, roster
+
+        def look() -> Sight | None:
+            if not connected.is_set():
+                return None
+            why = "rank 0 waits for them, see its output"
+            return Sight([Absent("other workers", "", why)], here="rank 0")
+
+        try:
+            connection, roster = retry(
+                *(attempt, self.deadline, 0, chief, self.stop), connected=look
+            )
+        except Refused as refused:
+            raise refused.to_startup_error() from None
+        return roster.members, {0: connection}
+
+    def gather(self) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
+        """Wait for all workers: steps 2 and 3, on the chief.
+
+        Returns:
+            All workers by rank, and the connection to each of them but this one, now
+            the caller's.
+
+        Raises:
+            StartupError: See `Session`. All connected workers were sent a refusal.
+            Aborted: `stop` was set.
+        """
+        me = f"rank 0 ({self.addresses[0]})"
+        try:
+            with WaitingNotice("rank 0", self._sight, self.deadline, goal=me):
+                self._wait_for_all()
+            self._check_settings()
+        except errors.StartupError as error:
+            for peer in self.pending.values():
+                refuse(peer.connection, str(error), error.missing)
+            raise
+        except BaseException:
+            for peer in self.pending.values():
+                peer.connection.close()
+            raise
+        others = (self.pending[rank].member for rank in sorted(self.pending))
+        members = (self.me, *others)
+        for peer in self.pending.values():
+            # Of one that died since the failure detector notices that.
+            answer(peer.connection, StartupRoster(members))
+        return members, {rank: peer.connection for rank, peer in self.pending.items()}
+
+    def _wait_for_all(self) -> None:
+        size = len(self.addresses)
+        while True:
+            for rank, peer in list(self.pending.items()):
+                if peer.connection.ended:
+                    self.pending.pop(rank).connection.close()
+                    self.gone[rank] = time.monotonic()
+            if self.stop.is_set():
+                raise Aborted
+            if len(self.pending) == size - 1:
+                return
+            # The worker with the shortest wait gets the reasons too.
+            waits = [self.deadline, *(g.patience for g in self.pending.values())]
+            first = min(waits, key=Deadline.remaining)
+            if first.expired:
+                raise self._missing(first)
+            seconds = min(first.remaining(), 0.5)
+            arrived = self.listener.pending.take_any(
+                self.session, "control", seconds, self.stop
+            )
+            for rank, connection, hello in arrived:
+                try:
+                    peer = self._receive(rank, connection, hello)
+                except errors.ProtocolError as error:
+                    refuse(connection, str(error))
+                    continue
+                older = self.pending.pop(rank, None)
+                self.pending[rank] = peer
+                if older is not None and not older.connection.ended:
+                    refuse(older.connection, _twice(older.member, peer.member))
+                elif older is not None:
+                    older.connection.close()
+
+    def _receive(
+        self, rank: int, connection: Connection, hello: dict[str, Any]
+    ) -> _PendingPeer:
+        found = read_record(hello, StartupHello, "A hello")
+        member, seconds = found.member, found.seconds
+        if not 0 < rank < len(self.addresses) or member.rank != rank:
+            raise errors.ProtocolError(f"There is no such rank. Received: rank={rank}.")
+        if member.address != self.addresses[rank]:
+            raise errors.ProtocolError(
+                f"Rank {rank} has another address. Received: {member.address!r}, "
+                f"expected {self.addresses[rank]!r}."
+            )
+        if not 0 <= seconds <= 1e9:
+            raise errors.ProtocolError(f"A hello is damaged. Received: {seconds=!r}.")
+        return _PendingPeer(connection, member, found.settings, Deadline(seconds))
+
+    def _sight(self) -> Sight:
+        """Return which workers are here, in the thread of the notice."""
+        here = [0, *sorted(self.pending.copy())]
+        elsewhere = self.listener.pending.others(self.session, "control")
+        left = self.gone.copy()
+
+        def why(rank: int) -> str:
+            if rank in elsewhere:
+                return _ELSEWHERE
+            if rank in left:
+                ago = time.monotonic() - left[rank]
+                return f"it was here, and its connection ended {ago:.0f} s ago"
+            return ""
+
+        refused = self.listener.refusals()
+        return Sight(
+            missing=[
+                Absent(f"rank {rank}", self.addresses[rank], why(rank))
+                for rank in range(1, len(self.addresses))
+                if rank not in here
+            ],
+            here=ranks_in_words(here),
+            refused=refused[-1] if refused else "",
+        )
+
+    def _check_settings(self) -> None:
+        differing = {
+            rank: peer.settings
+            for rank, peer in sorted(self.pending.items())
+            if peer.settings != self.settings
+        }
+        if not differing:
             return
-        # The worker with the shortest wait gets the reasons too.
-        first = min([deadline, *(g.patience for g in pending.values())], key=_left)
-        if first.expired:
-            raise _missing(arrival, first, listener, pending)
-        seconds = min(first.remaining(), 0.5)
-        arrived = listener.pending.take_any(
-            arrival.session, "control", seconds, arrival.stop
+        shown = "".join(f"\n  rank {r}: {theirs}" for r, theirs in differing.items())
+        raise errors.StartupError(
+            f"Workers were started with different arguments. Received:\n  rank 0: "
+            f"{self.settings}{shown}\nAll workers must run the same script with the "
+            "same arguments of the strategy.",
+            dict.fromkeys(differing, "its arguments differ"),
         )
-        for rank, connection, hello in arrived:
-            try:
-                peer = _receive(rank, connection, hello, arrival.addresses)
-            except errors.ProtocolError as error:
-                refuse(connection, str(error))
-                continue
-            older = pending.pop(rank, None)
-            pending[rank] = peer
-            if older is not None and not older.connection.ended:
-                refuse(older.connection, _twice(older.member, peer.member))
-            elif older is not None:
-                older.connection.close()
 
+    def _missing(self, waited: Deadline) -> errors.StartupError:
+        """Return the error that names missing ranks, with reasons found from here."""
+        addresses = self.addresses
+        ranks = [rank for rank in range(1, len(addresses)) if rank not in self.pending]
+        elsewhere = self.listener.pending.others(self.session, "control")
 
-def _sight(
-    arrival: Arrival,
-    listener: Listener,
-    pending: dict[int, _PendingPeer],
-    gone: dict[int, float],
-) -> Sight:
-    """Return which workers are here, in the thread of the notice."""
-    here = [0, *sorted(pending.copy())]
-    elsewhere = listener.pending.others(arrival.session, "control")
-    left = gone.copy()
+        def reason(rank: int) -> str:
+            if rank in elsewhere:
+                return _ELSEWHERE
+            return why_unreachable(addresses[rank], PROBE_SECONDS) or (
+                "it listens there but hasn't connected to rank 0; can it reach "
+                f"{addresses[0]}, and does it hold the same KERASDIST_SECRET?"
+            )
 
-    def why(rank: int) -> str:
-        if rank in elsewhere:
-            return _ELSEWHERE
-        if rank in left:
-            ago = time.monotonic() - left[rank]
-            return f"it was here, and its connection ended {ago:.0f} s ago"
-        return ""
-
-    refused = listener.refusals()
-    return Sight(
-        missing=[
-            Absent(f"rank {rank}", arrival.addresses[rank], why(rank))
-            for rank in range(1, len(arrival.addresses))
-            if rank not in here
-        ],
-        here=ranks_in_words(here),
-        refused=refused[-1] if refused else "",
-    )
-
-
-def _left(deadline: Deadline) -> float:
-    return deadline.remaining()
-
-
-def _receive(
-    rank: int,
-    connection: Connection,
-    hello: dict[str, Any],
-    addresses: tuple[str, ...],
-) -> _PendingPeer:
-    found = read_record(hello, StartupHello, "A hello")
-    member, seconds = found.member, found.seconds
-    if not 0 < rank < len(addresses) or member.rank != rank:
-        raise errors.ProtocolError(f"There is no such rank. Received: rank={rank}.")
-    if member.address != addresses[rank]:
-        raise errors.ProtocolError(
-            f"Rank {rank} has another address. Received: {member.address!r}, expected "
-            f"{addresses[rank]!r}."
-        )
-    if not 0 <= seconds <= 1e9:
-        raise errors.ProtocolError(f"A hello is damaged. Received: {seconds=!r}.")
-    return _PendingPeer(connection, member, found.settings, Deadline(seconds))
+        most = min(_MOST_PROBES, len(ranks))
+        with ThreadPoolExecutor(most, "kerasdist-probe") as pool:
+            missing = dict(zip(ranks, pool.map(reason, ranks), strict=True))
+        refused = self.listener.refusals()
+        return missing_error(missing, addresses, waited.seconds, refused)
 
 
 def _twice(older: StartupRecord, newer: StartupRecord) -> str:
@@ -573,47 +572,6 @@ def _twice(older: StartupRecord, newer: StartupRecord) -> str:
         "Each worker needs a task index of its own: look at TF_CONFIG (or what sets "
         "it) where both run, and end the one that is too many."
     )
-
-
-def _check_settings(arrival: Arrival, pending: dict[int, _PendingPeer]) -> None:
-    differing = {
-        rank: peer.settings
-        for rank, peer in sorted(pending.items())
-        if peer.settings != arrival.settings
-    }
-    if not differing:
-        return
-    shown = "".join(f"\n  rank {rank}: {theirs}" for rank, theirs in differing.items())
-    raise errors.StartupError(
-        f"Workers were started with different arguments. Received:\n  rank 0: "
-        f"{arrival.settings}{shown}\nAll workers must run the same script with the "
-        "same arguments of the strategy.",
-        dict.fromkeys(differing, "its arguments differ"),
-    )
-
-
-def _missing(
-    arrival: Arrival,
-    deadline: Deadline,
-    listener: Listener,
-    pending: dict[int, _PendingPeer],
-) -> errors.StartupError:
-    """Return the error that names the missing ranks, with reasons found from here."""
-    addresses = arrival.addresses
-    ranks = [rank for rank in range(1, len(addresses)) if rank not in pending]
-    elsewhere = listener.pending.others(arrival.session, "control")
-
-    def reason(rank: int) -> str:
-        if rank in elsewhere:
-            return _ELSEWHERE
-        return why_unreachable(addresses[rank], PROBE_SECONDS) or (
-            "it listens there but hasn't connected to rank 0; can it reach "
-            f"{addresses[0]}, and does it hold the same KERASDIST_SECRET?"
-        )
-
-    with ThreadPoolExecutor(min(_MOST_PROBES, len(ranks)), "kerasdist-probe") as pool:
-        missing = dict(zip(ranks, pool.map(reason, ranks), strict=True))
-    return missing_error(missing, addresses, deadline.seconds, listener.refusals())
 
 
 def missing_error(

@@ -24,13 +24,7 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.handshake import authenticate_as_client
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.tls import (
-    accept_tls,
-    binding_of,
-    connect_tls,
-    wrap_accepted,
-    wrap_dialed,
-)
+from kerasdist.transport.tls import accept_tls, binding_of, connect_tls, wrap
 from waiting import wait_until
 
 SECRET = b"the secret of the tests"
@@ -92,8 +86,8 @@ class Between(socketserver.ThreadingTCPServer):
     def finish_request(self, near, _):
         far = socket.create_connection(self._target)
         if self._credentials:
-            near = wrap_accepted(near, self._credentials)
-            far = wrap_dialed(far, self._credentials)
+            near = wrap(near, self._credentials, server=True)
+            far = wrap(far, self._credentials, server=False)
             accept_tls(near, Deadline(20), "near")
             connect_tls(far, Deadline(20), "far")
         with near, far:
@@ -127,7 +121,7 @@ def test_nobody_stands_between_two_tasks_with_a_certificate_alone(
         with (
             contextlib.closing(between),
             socket.create_connection(between.server_address) as plain,
-            wrap_dialed(plain, Credentials.read({"KERASDIST_TLS": own})) as sock,
+            wrap(plain, Credentials.read({"KERASDIST_TLS": own}), server=False) as sock,
         ):
             connect_tls(sock, Deadline(20), listener.address)
             with pytest.raises(errors.AuthenticationError, match="job secret"):
