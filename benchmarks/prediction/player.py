@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import serve
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
-from kerasdist.prediction.links import measure_link
+from kerasdist.prediction.profile import measure_link
 from kerasdist.prediction.simulation import FORWARD
 
 CONTROL, RANK = sys.argv[1], int(sys.argv[2])

@@ -28,8 +28,7 @@ from common import (
     table,
 )
 from kerasdist.collectives.fused_buffer import in_buckets
-from kerasdist.prediction.links import HostLink
-from kerasdist.prediction.profile import Profile, messages_of
+from kerasdist.prediction.profile import HostLink, Profile, messages_of
 from kerasdist.prediction.simulation import Setup, predict
 
 PLAYER = str(HERE / "player.py")
@@ -47,7 +46,7 @@ SHAPES = {
     ],
 }
 # Bits per second, and the mean seconds of computing a step.
-LINKS = {"50 Mbit/s": (50_000_000, 0.5), "200 Mbit/s": (200_000_000, 0.2)}
+LINKS = {"50 Mbit/s": (50_000_000, 0.5), "100 Mbit/s": (100_000_000, 0.3)}
 WORKERS = (3, 4, 8, 16)
 SPREAD = 0.1
 BUCKET = 1_000_000
@@ -55,9 +54,9 @@ BUCKET = 1_000_000
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    links = ["200 Mbit/s"] if options.quick else list(LINKS)
+    links = ["100 Mbit/s"] if options.quick else list(LINKS)
     models = ["MLP"] if options.quick else list(SHAPES)
     workers = (2,) if options.quick else (1, 2, *WORKERS)
     steps = 3 if options.quick else options.steps

@@ -17,8 +17,7 @@ from kerasdist.cli.console import above_zero, add_command
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.command import check_command
 from kerasdist.prediction import report
-from kerasdist.prediction.links import HostLink, parse_link
-from kerasdist.prediction.profile import Profile
+from kerasdist.prediction.profile import HostLink, Profile, parse_link
 from kerasdist.prediction.simulation import Setup, predict
 
 WITH_VALUE = (

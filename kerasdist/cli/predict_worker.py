@@ -22,8 +22,12 @@ from kerasdist.callbacks.job_view import JobView
 from kerasdist.cli.bench_worker import run_first_fit
 from kerasdist.collectives.fused_buffer import in_buckets
 from kerasdist.compression import Compressor, compressor_of
-from kerasdist.prediction.links import measure_link
-from kerasdist.prediction.profile import GradientMessage, Profile, messages_of
+from kerasdist.prediction.profile import (
+    GradientMessage,
+    Profile,
+    measure_link,
+    messages_of,
+)
 from kerasdist.strategies.measure.communication import SpanList
 
 # Calls before the first one that counts: they trace, and fill caches.

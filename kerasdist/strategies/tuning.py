@@ -38,7 +38,7 @@ from kerasdist.collectives import Communicator
 from kerasdist.collectives.connect import Job
 from kerasdist.collectives.fused_buffer import in_buckets
 from kerasdist.compression import Compressor, compressor_of
-from kerasdist.prediction.links import LARGE_BYTES, seconds_of_all_reduce
+from kerasdist.prediction.profile import LARGE_BYTES, seconds_of_all_reduce
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import Workers
 from kerasdist.transport.array_file import read_arrays, write_arrays

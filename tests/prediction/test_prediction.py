@@ -13,11 +13,16 @@ from kerasdist.collectives.ring import (
     sends_whole,
 )
 from kerasdist.collectives.row_exchange import equal_part
-from kerasdist.prediction import schedules
-from kerasdist.prediction.links import LOOPBACK, HostLink, parse_link
-from kerasdist.prediction.profile import GradientMessage, Profile, messages_of
-from kerasdist.prediction.schedules import Places
-from kerasdist.prediction.simulation import Setup, predict
+from kerasdist.prediction import simulation
+from kerasdist.prediction.profile import (
+    LOOPBACK,
+    GradientMessage,
+    HostLink,
+    Profile,
+    messages_of,
+    parse_link,
+)
+from kerasdist.prediction.simulation import Places, Setup, predict
 
 LINK = HostLink(1e-4, 1e-8)
 
@@ -54,7 +59,7 @@ def played(size, ranks, arrivals):
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 13])
 @pytest.mark.parametrize("size", [4, 12_000, 60_000, 1_000_000, 9_000_001])
 def test_a_ring_takes_what_its_exchanges_take(ranks, size):
-    taken = schedules.all_reduce(size, Places(ranks, 1, LINK))
+    taken = simulation.all_reduce(size, Places(ranks, 1, LINK))
     assert max(played(size, ranks, [0.0] * ranks)) == pytest.approx(taken, rel=1e-3)
     # All wait for the last one.
     late = [0.0] * ranks
@@ -63,13 +68,13 @@ def test_a_ring_takes_what_its_exchanges_take(ranks, size):
 
 
 def test_a_gather_and_hosts_with_several_workers():
-    assert schedules.all_gather(1000, Places(5, 1, LINK)) == 4 * LINK.seconds(1000)
-    inside = schedules.all_reduce(10**6, Places(4, 4, LINK))
+    assert simulation.all_gather(1000, Places(5, 1, LINK)) == 4 * LINK.seconds(1000)
+    inside = simulation.all_reduce(10**6, Places(4, 4, LINK))
     assert inside == 2 * LOOPBACK.latency + 10**6 * LOOPBACK.byte
-    between = schedules.all_reduce(10**6, Places(3, 1, LINK))
-    both = schedules.all_reduce(10**6, Places(12, 4, LINK))
+    between = simulation.all_reduce(10**6, Places(3, 1, LINK))
+    both = simulation.all_reduce(10**6, Places(12, 4, LINK))
     assert both == pytest.approx(2 * inside + between)
-    assert schedules.all_gather(8, Places(4, 4, LINK)) < 4 * LOOPBACK.latency
+    assert simulation.all_gather(8, Places(4, 4, LINK)) < 4 * LOOPBACK.latency
 
 
 def profile(**given):
@@ -81,7 +86,7 @@ def profile(**given):
 def test_a_step_by_hand():
     """Half of the bytes are ready after 2/3 of computing, the others at its end."""
     found = predict(profile(update=0.02, input=0.01), Setup(link=LINK), 2)
-    each = schedules.all_reduce(500_000, Places(2, 1, LINK))
+    each = simulation.all_reduce(500_000, Places(2, 1, LINK))
     assert each < 0.1  # so the first message and its update are hidden
     assert found.step_s == pytest.approx(0.3 + each + 0.01 + 0.01)
     assert found.efficiency == pytest.approx(0.33 / found.step_s)
@@ -103,7 +108,7 @@ def test_all_wait_for_the_slowest():
 
 def test_local_steps_average_weights_now_and_then():
     found = predict(profile(), Setup(link=LINK, local_steps=10), 4)
-    average = schedules.all_reduce(10**6, Places(4, 1, LINK))
+    average = simulation.all_reduce(10**6, Places(4, 1, LINK))
     assert found.step_s == pytest.approx(0.3 + average / 10)
 
 
