@@ -116,8 +116,9 @@ _STEPS = 400
 _MOST_NUMBERS = 4_000_000
 # Simulated steps of all asynchronous workers together.
 _EVENTS = 4_000
-# The part by which nine of ten predictions differ at most from what was measured
-# (benchmarks/prediction): low and high are that much lower and higher.
+# The part by which predictions may differ from what is measured: low and high are that
+# much lower and higher. It's three times that of benchmarks/prediction, where computing
+# isn't real, unless cores were the limit.
 ERROR = 0.1
 # Parts of a step that are worth to be named as its limit.
 _LEAST = 0.05

@@ -38,7 +38,7 @@ def predict(
         `examples_per_s`, the `efficiency` and the `limit`.
 
     Raises:
-        RuntimeError: An argument is wrong, or the script failed; the text says which.
+        RuntimeError: An argument is wrong, or the script failed; the text has why.
     """
     command = [sys.executable, "-m", "kerasdist", "predict", "--json", *options]
     command += ["--workers", ",".join(map(str, workers))]

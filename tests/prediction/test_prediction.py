@@ -186,8 +186,8 @@ def test_the_order_of_a_published_chart_comes_out_of_layer_sizes():
 @pytest.mark.parametrize(
     ("text", "link"),
     [
-        ("10G", HostLink(150e-6, 8 / 9.5e9)),
-        ("100 Mbit/s", HostLink(150e-6, 8 / 9.5e7)),
+        ("10G", HostLink(100e-6, 8 / 9.5e9)),
+        ("100 Mbit/s", HostLink(100e-6, 8 / 9.5e7)),
         ("1G,2ms", HostLink(2e-3, 8 / 9.5e8)),
         ("25gbps / 80us", HostLink(80e-6, 8 / 23.75e9)),
         ("loopback", LOOPBACK),
