@@ -144,6 +144,7 @@ PRINTS = {
     "kerasdist/cli/env.py",
     "kerasdist/cli/console.py",
     "kerasdist/cli/plan_command.py",
+    "kerasdist/cli/predict.py",
     "kerasdist/cli/run/bootstrap.py",
     "kerasdist/cli/run/outcome.py",
 }
