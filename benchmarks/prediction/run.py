@@ -28,7 +28,7 @@ from common import (
     table,
 )
 from kerasdist.collectives.fused_buffer import in_buckets
-from kerasdist.prediction.profile import HostLink, Profile, messages_of
+from kerasdist.prediction.profile import HostLink, Profile, all_reduces_of
 from kerasdist.prediction.simulation import Setup, predict
 
 PLAYER = str(HERE / "player.py")
@@ -72,7 +72,7 @@ def main() -> None:
     for model in models:
         sizes = [4 * number for number in SHAPES[model]]
         buckets[model] = [
-            [sizes[i] for i in bucket] for bucket in in_buckets(sizes, BUCKET)
+            sum(sizes[i] for i in bucket) for bucket in in_buckets(sizes, BUCKET)
         ]
     for count in workers:
         with make_hosts(count) as hosts, Driver() as driver:
@@ -86,7 +86,7 @@ def main() -> None:
                     order = {
                         "compute": compute,
                         "spread": SPREAD,
-                        "buckets": [sum(bucket) for bucket in buckets[model]],
+                        "buckets": buckets[model],
                     }
                     team.order({"steps": 2, **order})
                     # One worker's times are those of all: more of them.
@@ -101,7 +101,7 @@ def main() -> None:
             profile = Profile(
                 rows=1,
                 compute=tuple(alone["compute"]),
-                messages=messages_of(buckets[model]),
+                messages=all_reduces_of(buckets[model]),
             )
             for count in workers[-len(WORKERS) :]:
                 found = predict(profile, Setup(link=link_of[link]), count)

@@ -177,10 +177,25 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
             "--plot needs matplotlib. Received: --plot "
             f"{shlex.quote(str(arguments.plot))}. Install it: pip install matplotlib"
         )
-    if arguments.local_steps > 1 and arguments.strategy != "ring":
+    ring = arguments.strategy == "ring"
+    for option, number, fits in (
+        ("--local-steps", arguments.local_steps, ring),
+        ("--per-host", arguments.per_host, ring),
+        ("--servers", arguments.simulated_servers, not ring),
+    ):
+        if number > 1 and not fits:
+            faults.append(
+                f"{option} has no effect there. Received: {option} {number}, "
+                f"--strategy {arguments.strategy}. Expected --strategy "
+                f"{'sync or async' if ring else 'ring'}"
+            )
+    several = arguments.size not in (None, "1") or arguments.hosts or arguments.hostfile
+    if arguments.compression and (read or several):
         faults.append(
-            "--local-steps is an argument of RingStrategy. Received: --local-steps "
-            f"{arguments.local_steps}, --strategy {arguments.strategy}"
+            "--compression is for a step that one worker measures now. Received: "
+            f"--compression {arguments.compression} with "
+            f"{'no script' if read else 'several workers'}. Give it to the script's "
+            "strategy, or measure with one worker"
         )
     for option, file in (("--plot", arguments.plot), ("--profile", path)):
         if file is not None and not file.absolute().parent.is_dir():
@@ -197,7 +212,10 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
                 f"Received: --profile {shlex.quote(str(path))}: {error}"
             )
     if arguments.network is None and not (arguments.hosts or arguments.hostfile):
-        faults.append("--network is missing; with -H the network is measured")
+        faults.append(
+            "--network is missing. Received: workers on this host alone. Give its bits "
+            "per second, as --network 10G, or hosts to measure it, as -H alpha,beta"
+        )
     command = check_command(arguments.script, os.environ, faults)
     if faults:
         arguments.parser.error("\n  ".join(faults))

@@ -25,6 +25,7 @@ from kerasdist.compression import Compressor, compressor_of
 from kerasdist.prediction.profile import (
     GradientMessage,
     Profile,
+    all_reduces_of,
     measure_link,
     messages_of,
 )
@@ -99,7 +100,8 @@ class _Profiler(JobCallback):
         if not self._taken:
             raise SystemExit(
                 f"kerasdist predict needs more steps: the first {_WARM_UP} are slower, "
-                f"and don't count. Received: {self._calls + _WARM_UP} steps."
+                f"and don't count. Received: {self._calls + _WARM_UP} calls. Give "
+                "`fit` more rows or epochs."
             )
         job = self._job
         messages = _messages_in(
@@ -141,13 +143,14 @@ def _messages_in(
 ) -> tuple[GradientMessage, ...]:
     """Return the collectives of a step, recorded in a call of some steps."""
     found = [s for s in spans if s.name in ("all_reduce", "all_gather")]
-    found = found[: len(found) // steps]
-    total, known, messages = sum(s.size for s in found) or 1, 0, []
-    for span in found:
-        known += span.size
-        size = span.size if span.name == "all_reduce" else -(-span.size // ranks)
-        messages.append(GradientMessage(span.name, size, known / total))
-    return tuple(messages)
+    # Of a gather the size is that of all ranks.
+    parts = {"all_reduce": 1, "all_gather": ranks}
+    return messages_of(
+        [
+            (span.size, [(span.name, -(-span.size // parts[span.name]))])
+            for span in found[: len(found) // steps]
+        ]
+    )
 
 
 def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...], float]:
@@ -161,22 +164,24 @@ def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...],
     sizes = [_bytes_of(variable) for variable in variables]
     buckets = in_buckets(sizes, workers.bucket_size)
     if compressor is None:
-        return messages_of([[sizes[i] for i in bucket] for bucket in buckets]), 0.0
+        return all_reduces_of([sum(sizes[i] for i in b) for b in buckets]), 0.0
     if compressor.needs_factors:
         raise SystemExit(
-            "kerasdist predict can't compute what `compression='factors'` sends: that "
-            "depends on the rows of each layer. Measure with two workers (`-n 2`), "
-            "whose strategy compresses."
+            "kerasdist predict can't compute what factors are sent: that depends on "
+            f"the rows of each layer. Received: compression={compressor!r} with one "
+            "worker. Measure with two (`-n 2`)."
         )
-    messages: list[GradientMessage] = []
-    seconds, known = 0.0, 0
-    for bucket in buckets:
-        known += sum(sizes[i] for i in bucket)
-        shapes = [variables[i].shape for i in bucket]
-        found, taken = _compressed(compressor, shapes)
-        messages += [GradientMessage(k, size, known / sum(sizes)) for k, size in found]
-        seconds += taken
-    return tuple(messages), seconds
+    sent = [
+        _compressed(compressor, [variables[i].shape for i in bucket])
+        for bucket in buckets
+    ]
+    messages = messages_of(
+        [
+            (sum(sizes[i] for i in bucket), found)
+            for bucket, (found, _) in zip(buckets, sent, strict=True)
+        ]
+    )
+    return messages, sum(taken for _, taken in sent)
 
 
 def _compressed(

@@ -19,12 +19,12 @@ from kerasdist.transport.framing import from_plain, to_object
 
 
 class HostLink(NamedTuple):
-    """The time of a message from one process to another: `latency + bytes * byte`.
+    """The time of a message, or of a collective: `latency + bytes * byte`.
 
     All links of a job are alike, and each process sends and receives at the same time.
 
     Attributes:
-        latency: Seconds of an empty message, with the work of both processes for it.
+        latency: Seconds of an empty one, with the work of the processes for it.
         byte: Seconds for each byte.
     """
 
@@ -32,7 +32,7 @@ class HostLink(NamedTuple):
     byte: float
 
     def seconds(self, size: float) -> float:
-        """Return the seconds of a message of some bytes."""
+        """Return the seconds of one of some bytes."""
         return self.latency + size * self.byte
 
 
@@ -143,10 +143,11 @@ class Profile:
         input: Seconds in which a step waits for its batch.
         update: Seconds of the optimizer's update.
         outside: Seconds between two steps.
-        messages: What is sent in a step, in order; empty with one worker.
+        messages: What a worker sends in a step, in order; of one that has no others,
+            what it would send.
         weights: Bytes of all weights that are trained.
         steps: Steps of an epoch; 0 if that isn't known.
-        link: The measured link; None with one worker.
+        link: The measured link; None with one worker, or if all are on one host.
     """
 
     rows: float
@@ -183,16 +184,25 @@ class Profile:
 
 
 def messages_of(
-    buckets: Sequence[Sequence[int]],
+    buckets: Sequence[tuple[int, Sequence[tuple[str, int]]]],
 ) -> tuple[GradientMessage, ...]:
-    """Return the all-reduces of gradients, given the bytes of those in each bucket.
+    """Return the messages of a step.
 
     A bucket is ready when the backward pass has computed it and those before it: passes
     take as long as their gradients are large.
+
+    Args:
+        buckets: For each bucket of gradients, in the order in which they are sent, its
+            bytes, and the kinds and bytes of its collectives.
     """
-    total = sum(map(sum, buckets)) or 1
+    total = sum(size for size, _ in buckets) or 1
     found, known = [], 0
-    for bucket in buckets:
-        known += sum(bucket)
-        found.append(GradientMessage("all_reduce", sum(bucket), known / total))
+    for size, collectives in buckets:
+        known += size
+        found += [GradientMessage(*each, known / total) for each in collectives]
     return tuple(found)
+
+
+def all_reduces_of(buckets: Sequence[int]) -> tuple[GradientMessage, ...]:
+    """Return the messages of buckets of some bytes that are sent as they are."""
+    return messages_of([(size, [("all_reduce", size)]) for size in buckets])

@@ -11,9 +11,9 @@ A third of computing is the forward pass. Messages are sent in their order, when
 are ready (`profile.GradientMessage`), and each part of the weights is updated when its
 message has arrived.
 
-Asynchronous workers don't wait for each other, but in the queue of a server. There
-events are simulated one by one: a worker's gradients are computed, the server that is
-free next takes them, the worker goes on with the reply.
+Asynchronous workers don't wait for each other, but in the queue of the servers. There
+events are simulated one by one: a worker's gradients are computed, the servers take
+them when they are free, the worker goes on with the reply.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,12 +120,12 @@ _EVENTS = 4_000
 # The part by which predictions may differ from what is measured: low and high are that
 # much lower and higher. It's three times that of benchmarks/prediction, where computing
 # isn't real, unless cores were the limit.
-ERROR = 0.1
+_ERROR = 0.1
 # Parts of a step that are worth to be named as its limit.
 _LEAST = 0.05
 # The chief's work for the heartbeat of one worker, in seconds for each second
 # (benchmarks/heartbeats: 3.3 % of a core for 1,000 of them), and what it may be.
-HEARTBEAT = 33e-6
+_HEARTBEAT = 33e-6
 _MOST_HEARTBEATS = 0.5
 
 
@@ -200,8 +201,8 @@ def predict(profile: Profile, setup: Setup, workers: int) -> Prediction:
         limit = _limit(profile, setup, workers, mean, alone)
     return Prediction(
         step_s=mean,
-        low=float(np.percentile(taken, 10)) * (1 - ERROR),
-        high=float(np.percentile(taken, 90)) * (1 + ERROR),
+        low=float(np.percentile(taken, 10)) * (1 - _ERROR),
+        high=float(np.percentile(taken, 90)) * (1 + _ERROR),
         examples_per_s=workers * profile.rows / mean,
         efficiency=alone / mean,
         limit=limit,
@@ -212,7 +213,7 @@ def _limit(
     profile: Profile, setup: Setup, workers: int, mean: float, alone: float
 ) -> str:
     """Name what costs most: what a step saves without it."""
-    if setup.strategy == "ring" and workers * HEARTBEAT > _MOST_HEARTBEATS:
+    if setup.strategy == "ring" and workers * _HEARTBEAT > _MOST_HEARTBEATS:
         return "control plane"
     fast = dataclasses.replace(setup, link=HostLink(setup.link.latency, 0.0))
     free = dataclasses.replace(setup, link=HostLink(0.0, 0.0))
@@ -228,6 +229,24 @@ def _limit(
     return worst if lost[worst] > _LEAST * mean else "compute"
 
 
+def arrivals(
+    compute: Any, messages: Sequence[GradientMessage], seconds: Sequence[float]
+) -> list[Any]:
+    """Return when each message has arrived, from the beginning of a step.
+
+    Args:
+        compute: Seconds of the forward and the backward pass; an array of several steps
+            gives arrays.
+        messages: The messages, in order.
+        seconds: The seconds of each.
+    """
+    ends: list[Any] = []
+    for message, taken in zip(messages, seconds, strict=True):
+        ready = compute * (FORWARD + (1 - FORWARD) * message.ready)
+        ends.append(np.maximum(ready, ends[-1] if ends else 0.0) + taken)
+    return ends
+
+
 def _steps(profile: Profile, setup: Setup, workers: int) -> Array:
     """Return the seconds of simulated steps, float64 of shape (steps,)."""
     if setup.strategy == "async":
@@ -240,12 +259,13 @@ def _steps(profile: Profile, setup: Setup, workers: int) -> Array:
         # Each worker updates by itself; then the weights are averaged.
         average = all_reduce(profile.weights, places) if workers > 1 else 0.0
         return (slowest + every * (profile.update + rest) + average) / every
-    ends = np.zeros_like(slowest)
     updated = np.zeros_like(slowest)
     before = 0.0
-    for message in profile.messages if workers > 1 else ():
-        ready = slowest * (FORWARD + (1 - FORWARD) * message.ready)
-        ends = np.maximum(ready, ends) + _seconds(message, setup, places)
+    messages = profile.messages if workers > 1 else ()
+    seconds = [_seconds(message, setup, places) for message in messages]
+    for message, ends in zip(
+        messages, arrivals(slowest, messages, seconds), strict=True
+    ):
         part = message.ready - before
         updated = np.maximum(ends, updated) + part * profile.update
         before = message.ready

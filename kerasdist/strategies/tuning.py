@@ -12,10 +12,10 @@ division into buckets. Which sizes are tried is computed: from the link and the 
 a step as given, by the model of a step below. What was found is written to a file,
 which the next run of the same model on as many workers reads in place of measuring.
 
-The model: a collective of b bytes takes latency + b x time per byte (the model of
-benchmarks/growth). A third of a step's computing is the forward pass; then gradients
-are ready one after the other, by their bytes, from the last layer to the first. Buckets
-are sent in this order:
+The model (`kerasdist.prediction`): a collective of b bytes takes latency + b x time per
+byte (benchmarks/growth). A third of a step's computing is the forward pass; then
+gradients are ready one after the other, by their bytes, from the last layer to the
+first. Buckets are sent in this order:
 
     computing  | forward | bucket 0 | bucket 1 | bucket 2 |
     wire                            | 0 .... | 1 .... |   | 2 .... |
@@ -38,7 +38,13 @@ from kerasdist.collectives import Communicator
 from kerasdist.collectives.connect import Job
 from kerasdist.collectives.fused_buffer import in_buckets
 from kerasdist.compression import Compressor, compressor_of
-from kerasdist.prediction.profile import LARGE_BYTES, seconds_of_all_reduce
+from kerasdist.prediction.profile import (
+    LARGE_BYTES,
+    HostLink,
+    all_reduces_of,
+    seconds_of_all_reduce,
+)
+from kerasdist.prediction.simulation import arrivals
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import Workers
 from kerasdist.transport.array_file import read_arrays, write_arrays
@@ -53,17 +59,9 @@ _GAIN = 0.02
 _COMPRESSION_GAIN = 0.05
 # Sizes of pieces that are measured.
 _PIECES = (128 << 10, 512 << 10, 2 << 20)
-_FORWARD = 1 / 3
 
 
-class MeasuredLink(NamedTuple):
-    """The time of an all-reduce: `latency + bytes * byte`, in seconds."""
-
-    latency: float
-    byte: float
-
-
-def measure_link(communicator: Communicator) -> MeasuredLink:
+def measure_and_set_pieces(communicator: Communicator) -> HostLink:
     """Measure an all-reduce, and set the fastest size of pieces; all ranks call it."""
     latency = seconds_of_all_reduce(communicator, 4)
     given = communicator.piece_bytes
@@ -75,7 +73,7 @@ def measure_link(communicator: Communicator) -> MeasuredLink:
     if found[given] <= found[best] * (1 + _GAIN):
         best = given
     communicator.piece_bytes = best
-    return MeasuredLink(latency, max(found[best] - latency, 0.0) / LARGE_BYTES)
+    return HostLink(latency, max(found[best] - latency, 0.0) / LARGE_BYTES)
 
 
 def faster_job(first: Job, connect_second: Callable[[], Job]) -> Job:
@@ -107,7 +105,7 @@ def faster_job(first: Job, connect_second: Callable[[], Job]) -> Job:
 
 
 def predicted_step(
-    sizes: Sequence[int], limit: int, compute: float, link: MeasuredLink
+    sizes: Sequence[int], limit: int, compute: float, link: HostLink
 ) -> float:
     """Return the seconds of a step until the last bucket has arrived.
 
@@ -115,21 +113,15 @@ def predicted_step(
         sizes: Bytes of each gradient, from the first layer to the last.
         limit: The size of buckets, in bytes.
         compute: Seconds of the forward and the backward pass.
-        link: The link.
+        link: The time of an all-reduce.
     """
-    total = sum(sizes) or 1
-    ready, end, known = _FORWARD * compute, 0.0, 0
-    for bucket in in_buckets(sizes, limit):
-        amount = sum(sizes[i] for i in bucket)
-        known += amount
-        ready = compute * (_FORWARD + (1 - _FORWARD) * known / total)
-        end = max(ready, end) + link.latency + amount * link.byte
-    return max(end, compute)
+    buckets = in_buckets(sizes, limit)
+    messages = all_reduces_of([sum(sizes[i] for i in bucket) for bucket in buckets])
+    seconds = [link.seconds(message.size) for message in messages]
+    return float(max([compute, *arrivals(compute, messages, seconds)]))
 
 
-def compute_of(
-    sizes: Sequence[int], limit: int, step: float, link: MeasuredLink
-) -> float:
+def compute_of(sizes: Sequence[int], limit: int, step: float, link: HostLink) -> float:
     """Return the seconds of computing in a step for which the model gives its time."""
     low, high = 0.0, step
     for _ in range(50):
@@ -142,7 +134,7 @@ def compute_of(
 
 
 def sizes_to_try(
-    sizes: Sequence[int], given: int, step: float, link: MeasuredLink
+    sizes: Sequence[int], given: int, step: float, link: HostLink
 ) -> list[int]:
     """Return the sizes of buckets that are tried, the most promising one first.
 
@@ -179,7 +171,7 @@ Search = Generator[Choice, float, Choice]
 def search(
     sizes: Sequence[int],
     given: Choice,
-    link: MeasuredLink,
+    link: HostLink,
     compressors: Sequence[Compressor],
 ) -> Search:
     """Yield what is to be tried, and receive its seconds; return the fastest.
@@ -232,7 +224,7 @@ class Tuner:
         self.log_once = log_once
         self.compressors = {name: compressor_of(name) for name in compressors}
         self.given = Choice(workers.bucket_size, workers.compression)
-        self._link: MeasuredLink | None = None
+        self._link: HostLink | None = None
 
     def __call__(self, trainer: Any, calls: Any) -> Callable[[Any], Any]:
         """Return a train function that is tuned in its first steps.
@@ -250,10 +242,10 @@ class Tuner:
         )
         return calls
 
-    def link(self) -> MeasuredLink:
+    def link(self) -> HostLink:
         """Return the link, which is measured once; all workers call it."""
         if self._link is None:
-            self._link = measure_link(self.workers.communicator)
+            self._link = measure_and_set_pieces(self.workers.communicator)
         return self._link
 
     def name_of(self, compressor: Compressor | None) -> str | None:

@@ -86,7 +86,15 @@ def test_a_script_is_measured_and_its_profile_is_used_again(launcher):
         (["--network", "1G", "--plot", "no/a.svg", "x"], "in a folder that exists"),
         (
             ["--network", "1G", "--local-steps", "2", "--strategy", "sync", "x"],
-            "--local-steps is an argument of RingStrategy",
+            "--local-steps has no effect there. Received: --local-steps 2, --str",
+        ),
+        (
+            ["--network", "1G", "--servers", "2", "x"],
+            "Expected --strategy sync",
+        ),
+        (
+            ["--network", "1G", "--compression", "bf16", "-n", "2", "x"],
+            "--compression bf16 with several workers",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from kerasdist.prediction.profile import (
     GradientMessage,
     HostLink,
     Profile,
-    messages_of,
+    all_reduces_of,
     parse_link,
 )
 from kerasdist.prediction.simulation import Places, Setup, predict
@@ -78,7 +78,7 @@ def test_a_gather_and_hosts_with_several_workers():
 
 
 def profile(**given):
-    gradients = messages_of([[500_000], [250_000, 250_000]])
+    gradients = all_reduces_of([500_000, 500_000])
     values = {"rows": 10.0, "compute": (0.3,), "messages": gradients, "weights": 10**6}
     return Profile(**values | given)
 
@@ -177,7 +177,11 @@ def test_the_order_of_a_published_chart_comes_out_of_layer_sizes():
             if sum(buckets[-1]) > 25_000_000:
                 buckets.append([])
             buckets[-1].append(int(4e6 * size))
-        step = Profile(rows=64, compute=(64 / speed,), messages=messages_of(buckets))
+        step = Profile(
+            rows=64,
+            compute=(64 / speed,),
+            messages=all_reduces_of([sum(b) for b in buckets]),
+        )
         found[name] = predict(step, setup, 512).efficiency
     assert found["VGG-16"] < 0.8 < 0.85 < found["ResNet-101"] <= found["Inception V3"]
     assert found["VGG-16"] > 0.45

@@ -13,19 +13,20 @@ from groups import Group, addresses_of, cluster_on, in_threads, nothing_stays_op
 from kerasdist.collectives import connect
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.ring import HierarchicalCommunicator, RingCommunicator
+from kerasdist.prediction.profile import HostLink
 from kerasdist.strategies import tuning
-from kerasdist.strategies.tuning import MeasuredLink, predicted_step, search
+from kerasdist.strategies.tuning import predicted_step, search
 from kerasdist.transport.array_file import write_arrays
 from workers import Workers
 
 GIVEN = tuning.Choice(25_000_000, None)
 MODELS = st.lists(st.integers(1_000, 40_000_000), min_size=1, max_size=30)
-LINKS = st.builds(MeasuredLink, st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))
+LINKS = st.builds(HostLink, st.floats(1e-5, 1e-2), st.floats(1e-10, 1e-7))
 
 
 def test_a_step_by_hand():
     # Forward until 2 s; gradients at 4 and 6 s; 3 s each on the wire, or 5 together.
-    link = MeasuredLink(1.0, 0.5)
+    link = HostLink(1.0, 0.5)
     assert predicted_step([4, 4], 4, 6.0, link) == 10.0
     assert predicted_step([4, 4], 8, 6.0, link) == 11.0
     assert predicted_step([4, 4], 8, 600.0, link) == 605.0
@@ -61,7 +62,7 @@ def test_a_search_finds_what_brute_force_finds_in_at_most_20_steps(
 
 @pytest.mark.parametrize(("gain", "taken"), [(0.04, None), (0.2, "bf16")])
 def test_numbers_change_only_for_much(gain, taken):
-    searching = search([1000], GIVEN, MeasuredLink(1e-5, 1e-9), ["bf16"])
+    searching = search([1000], GIVEN, HostLink(1e-5, 1e-9), ["bf16"])
     assert next(searching) == GIVEN
     assert searching.send(1.0) == tuning.Choice(GIVEN.bucket_size, "bf16")
     assert searching.send(1 - gain) == GIVEN  # once more: its first steps were slow
@@ -73,7 +74,7 @@ def test_numbers_change_only_for_much(gain, taken):
 @pytest.mark.parametrize("kind", [("aab", 3), ("tcp", 3), ("shared", 3)])
 def test_pieces_are_those_of_all_ranks_and_keep_the_sums(kind):
     with Group(*kind) as group:
-        links = group.run(tuning.measure_link)
+        links = group.run(tuning.measure_and_set_pieces)
         sizes = group.run(lambda c: c.piece_bytes)
         assert links == [links[0]] * 3
         assert sizes == [sizes[0]] * 3
