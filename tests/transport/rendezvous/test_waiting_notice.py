@@ -19,8 +19,8 @@ from pace import bound
 from waiting import wait_until
 from workers import Workers, python_env
 
-# Its lines come soon, and are collected. The last task begins when the others have
-# said that they wait.
+# Its lines come soon, and are collected. The last task begins when all others have
+# said that they wait for it: a slow one may have said before that it waits for rank 0.
 SCRIPT = """
 import json, logging, os, pathlib, sys, threading, time
 from kerasdist.transport import log
@@ -31,7 +31,8 @@ tasks = json.loads(os.environ["TF_CONFIG"])
 count = sum(map(len, tasks["cluster"].values()))
 task = tasks["task"]
 me = f"{task['type']} {task['index']}"
-last = task == {"type": "worker", "index": len(tasks["cluster"]["worker"]) - 1}
+rank = len(tasks["cluster"]["worker"]) - 1
+last = task == {"type": "worker", "index": rank}
 folder = pathlib.Path(__file__).parent
 said = []
 
@@ -40,7 +41,8 @@ class Collect(logging.Handler):
         text = record.getMessage()
         if "wait" in text:
             said.append(text)
-            (folder / f"said {me}").touch()
+            if f"waiting for rank {rank} (" in text or "for other workers" in text:
+                (folder / f"said {me}").touch()
 
 logger = logging.getLogger("kerasdist")
 logger.addHandler(Collect())
@@ -111,7 +113,7 @@ def test_a_rank_that_comes_later(script, servers, who, here):
     # It is connected itself.
     line = (
         f"kerasdist: this task has been waiting for other workers {SECONDS}Here: {who}"
-        rf"\. Missing: other workers: {who} waits for them, see its output\. "
+        rf"\. Missing: other workers: {who} waits for them, see its output\."
     )
     assert any(re.match(line, each) for each in other), other
     assert not [each for each in said[late] if f"{who} has been" in each]
