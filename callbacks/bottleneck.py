@@ -115,6 +115,8 @@ _CALL_SECONDS = 0.001
 # From this part of the link's speed on the link is the limit, not latencies.
 _NEAR_LINK = 0.4
 _SCALES = 0.9
+# A worker more that adds less than this part of the first one's progress hardly pays.
+_PAYS = 0.3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,8 +283,8 @@ _SENTENCES = {
   {fixed} are costs of a step that don't depend on the batch size.
 - [sent over a known link] It isn't the link: {bandwidth}/s of {link}/s are used while
   workers communicate.
-+ Use a larger `batch_size` (`kerasdist.callbacks.ScaleLearningRate` adapts the learning
-  rate).
++ [larger batch pays] Use a larger `batch_size`
+  (`kerasdist.callbacks.ScaleLearningRate` adapts the learning rate).
 + [much Python] Take several steps at once, `model.compile(steps_per_execution=10)`, and
   do less in your callbacks after each batch: {outside} of a step is spent in Python.
 + [several workers] Use fewer workers for a model this small.
@@ -304,16 +306,22 @@ _SENTENCES = {
   memory, or each one's part of a batch is small.
 + [slower than alone] Give each worker cores of its own (`kerasdist run` does so), at
   most as many workers as there are cores to spare, or a larger `batch_size`.
-+ More workers make it faster; so do faster devices, `mixed_precision`, or a smaller
-  model.
++ [larger batch pays] More workers make it faster; so do faster devices,
+  `mixed_precision`, or a smaller model.
++ [larger batch hardly pays] Faster devices, `mixed_precision`, or a smaller model make
+  it faster; more workers hardly do.
 """,
 }
-# Further ones that show each limit.
-_EFFICIENCY = """
+# Further ones of each limit.
+_ALWAYS = """
 - [efficiency unknown] The scaling efficiency isn't known without the speed of one
   {one}: give `baseline=` examples per second, or `calibrate=True`.
 - [efficiency known] {speed:,.0f} examples/s are {efficiency:.0%} of {times}the speed of
   one {one} ({baseline:,.0f}).
+- [noise known] The gradient noise scale is {noise:,.0f} samples, and a global batch has
+  {batch:,.0f}: one worker more adds {next_worker:.0%} of the progress of the first.
++ [larger batch hardly pays] This batch is past the useful size: fewer workers, or a
+  smaller `batch_size` of each, train nearly as far per step.
 """
 _SENTENCE = re.compile(r"^([-+]) (?:\[([^]]+)\] )?(.+(?:\n  .+)*)", re.MULTILINE)
 _HIDES = (
@@ -332,7 +340,7 @@ def _say(limit: str, figures: Figures) -> tuple[list[str], list[str]]:
     """Return the sentences that show a limit, and those on what to change."""
     said: dict[str, list[str]] = {"-": [], "+": []}
     words, fits = _words(figures), _is(figures)
-    for kind, condition, text in _SENTENCE.findall(_SENTENCES[limit] + _EFFICIENCY):
+    for kind, condition, text in _SENTENCE.findall(_SENTENCES[limit] + _ALWAYS):
         if not condition or fits[condition]:
             said[kind].append(" ".join(text.split()).format(**words))
     if limit == "stages" and words["unequal"] < words["bubble"]:
@@ -365,6 +373,9 @@ def _is(figures: Figures) -> dict[str, bool]:
         and f.efficiency < _SCALES,
         "efficiency unknown": f.efficiency is None and f.alone > 1,
         "efficiency known": f.efficiency is not None,
+        "noise known": f.noise is not None,
+        "larger batch pays": f.next_worker is None or f.next_worker >= _PAYS,
+        "larger batch hardly pays": f.next_worker is not None and f.next_worker < _PAYS,
     }
 
 
@@ -398,6 +409,9 @@ def _words(figures: Figures) -> dict[str, Any]:
         "fastest_stage": stages.index(min(stages)),
         "parts": 4 * len(stages),
         "refilled": (len(stages) - 1) / (5 * len(stages) - 1),
+        "noise": 0.0 if f.noise is None else f.noise.scale,
+        "batch": f.global_batch,
+        "next_worker": f.next_worker,
         "speed": f.examples_per_second,
         "efficiency": f.efficiency,
         "times": f"{f.alone} times " if f.alone > 1 else "",

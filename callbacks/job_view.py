@@ -24,6 +24,12 @@ from kerasdist._keras.training.train_step import new_train_function
 from kerasdist.callbacks.bottleneck import in_seconds
 from kerasdist.collectives import Communicator, gather_json
 from kerasdist.collectives.elastic.communicator import MembershipChange
+from kerasdist.prediction.noise import (
+    LEAST_STEPS,
+    GradientNoise,
+    GradientNorms,
+    noise_of,
+)
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.stages import StageClock, StageTimes
@@ -295,6 +301,18 @@ class JobView:
             return {}
         found: dict[str, float] = self.hooks.gradients.figures()
         return found
+
+    def take_norms(self) -> GradientNorms:
+        """Return the norms of this worker's gradients since the last call."""
+        meter = None if self.hooks is None else self.hooks.norms
+        return GradientNorms() if meter is None else meter.take()
+
+    def noise(self, norms: Sequence[GradientNorms]) -> GradientNoise | None:
+        """Return the noise that the norms of all workers show, if they do."""
+        replicas = 1 if self.hooks is None else self.hooks.workers.replicas
+        if min((each.steps for each in norms), default=0.0) < LEAST_STEPS:
+            return None
+        return noise_of(norms, replicas)
 
     def happened(self) -> list[Any]:
         """Return the strategy's events: workers lost, and the like."""

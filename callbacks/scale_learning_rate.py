@@ -7,21 +7,29 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from kerasdist import _keras
 from kerasdist._keras import learning_rate
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.learning_rate import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of
 from kerasdist._keras.training.state import JobCallback
+from kerasdist.prediction.noise import GradientNorms, add_norms, noise_of
 from kerasdist.transport import log
 
-# The factor by the growth of the batch.
+# The factor by the growth of the batch; that of "adascale" is measured.
 RULES: dict[str, Callable[[float], float]] = {
     "linear": float,
     "sqrt": math.sqrt,
     "none": lambda growth: 1.0,
+    "adascale": lambda growth: 1.0,
 }
 _WARMUP_EPOCHS = 5
+# Batches after which all workers agree on the gain.
+_AGREE = 10
+# The steps over which it's averaged, times the number of replicas (Johnson et al.).
+_AVERAGED = 1000
 
 
 class ScaleLearningRate(JobCallback):
@@ -48,14 +56,23 @@ class ScaleLearningRate(JobCallback):
     `initial_epoch=`), the warm-up continues where it was; if the number of workers has
     changed meanwhile, towards the new target.
 
+    With `"adascale"` (Johnson et al., "AdaScale SGD", 2020) the factor is how many
+    steps of the batch that the rate was tuned for a step is worth. It's measured in
+    each step, and all workers agree on it every 10 batches. It's near k where gradients
+    are mostly noise, as late in training, and near 1 where they agree. Training is as
+    far as one of `gained_steps` steps with that batch; a schedule counts the steps
+    that were taken.
+
     Args:
         rule: How the factor depends on k, the growth of the batch: `"linear"`, k, for
             SGD (Goyal et al., "Accurate, large minibatch SGD", 2017); `"sqrt"`, the
             square root of k, for Adam and other adaptive optimizers (Krizhevsky, "One
             weird trick for parallelizing convolutional neural networks", 2014);
-            `"none"`, 1.
+            `"none"`, 1; `"adascale"`, for SGD, the gain that the noise of the gradients
+            shows, between 1 and k: see below.
         warmup_epochs: Epochs until the rate reaches its target; 0 for none. Fractions
-            are allowed. A factor below 1 needs no warm-up and has none.
+            are allowed. A factor below 1 needs no warm-up and has none, and neither
+            does `"adascale"`.
         warmup_steps: The same in steps, instead of `warmup_epochs`.
         base_batch_size: The batch size that the rate was tuned for: k is the global
             batch size divided by it. By default that is one replica's share of the
@@ -66,7 +83,10 @@ class ScaleLearningRate(JobCallback):
         verbose: Whether the chief logs a line at the beginning of each `fit`: 1 or 0.
 
     Attributes:
-        factor: The factor of the rate after the warm-up; None before `fit`.
+        factor: The factor of the rate after the warm-up; None before `fit`. With
+            `"adascale"` the present one.
+        gained_steps: The sum over the steps of this `fit` of what each is worth, with
+            `"adascale"`.
         steps: Number of steps of the warm-up; None before `fit`.
 
     Raises:
@@ -117,6 +137,9 @@ class ScaleLearningRate(JobCallback):
         for name, size in sizes.items():
             text = f"{name}={size!r}; expected a positive number of rows"
             right[text] = size is None or _is_whole(size, 1)
+        right[
+            f"rule='adascale' with warmup_steps={warmup_steps!r}; expected no warm-up"
+        ] = rule != "adascale" or not warmup_steps
         if not all(right.values()):
             faults = "; and ".join(text for text, fine in right.items() if not fine)
             raise ValueError(f"`ScaleLearningRate` can't be made. Received: {faults}.")
@@ -128,7 +151,12 @@ class ScaleLearningRate(JobCallback):
         self.verbose = verbose
         self.factor: float | None = None
         self.steps: int | None = None
+        self.gained_steps = 0.0
         self._growth = ""
+        # The growth of the batch, if the gain is measured; and the last steps' norms.
+        self._measured: float | None = None
+        self._norms: list[GradientNorms] = []
+        self._calls = 0
         self._begun = False
         self._restored = 0
         # Before `fit` begins, also where no strategy of kerasdist has done it.
@@ -152,6 +180,12 @@ class ScaleLearningRate(JobCallback):
                 learning_rate.scaling_of(optimizer, make=True)
                 # A function that was traced before doesn't scale.
                 model.train_function = None
+        hooks = self._hooks()
+        meter = None if hooks is None else hooks.norms
+        if self.rule == "adascale" and meter is not None and not meter.always:
+            # Nor does it measure.
+            meter.always = True
+            model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compute the factor, which must be the same on all ranks.
@@ -160,8 +194,9 @@ class ScaleLearningRate(JobCallback):
             ValueError: The batch size or the length of an epoch isn't known, or the
                 ranks' arguments differ.
         """
-        hooks = hooks_of(self.model.distribute_strategy)
+        hooks = self._hooks()
         growth = self._find_growth(hooks)
+        self._begin_measuring(hooks, growth)
         self.factor = RULES[self.rule](growth)
         self.steps = self._find_steps()
         self._begun = False
@@ -169,7 +204,8 @@ class ScaleLearningRate(JobCallback):
         if hooks is None:
             return
         texts = hooks.consensus.texts(
-            f"factor {self.factor:.12g} and {self.steps} steps of warm-up"
+            f"factor {self._measured or self.factor:.12g} and {self.steps} steps of "
+            "warm-up"
         )
         if len(set(texts.values())) > 1:
             which = "; ".join(f"{each} on rank {rank}" for rank, each in texts.items())
@@ -181,7 +217,7 @@ class ScaleLearningRate(JobCallback):
 
     def resumed_after(self, batches: int) -> None:
         """See `JobCallback.resumed_after`."""
-        hooks = hooks_of(self.model.distribute_strategy)
+        hooks = self._hooks()
         # Perhaps only the chief can read the file.
         self._restored = (
             batches if hooks is None else int(hooks.consensus.of_chief(batches))
@@ -205,9 +241,72 @@ class ScaleLearningRate(JobCallback):
                     taken, epoch, self._restored, self._per_epoch(), last, self.steps
                 )
             scaling.set(self.factor, self.steps, behind - taken)
-        hooks = hooks_of(self.model.distribute_strategy)
+        hooks = self._hooks()
         if self.verbose and (hooks is None or hooks.workers.rank == 0):
             log.info("%s", self._line(behind))
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Agree on the gain of the last steps, now and then."""
+        if self._measured is None:
+            return
+        self._calls += 1
+        if self._calls > _AGREE:
+            self._calls = 1
+            self._agree()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Add the last steps, and measure no more."""
+        if self._measured is None:
+            return
+        self._agree()
+        self._measured = None
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks.norms.always = False
+
+    def _hooks(self) -> KerasHooks | None:
+        return hooks_of(self.model.distribute_strategy)
+
+    def _begin_measuring(self, hooks: KerasHooks | None, growth: float) -> None:
+        """Decide whether the gain is measured; raise ValueError if it can't be."""
+        self._measured, self.gained_steps = None, 0.0
+        self._norms, self._calls = [], 0
+        if self.rule != "adascale" or growth == 1 or hooks is None:
+            return
+        if hooks.norms is None or hooks.workers.replicas < 2:
+            raise ValueError(
+                "`ScaleLearningRate(rule='adascale')` compares the gradients of at "
+                "least two replicas with their mean, by which each step updates. "
+                f"Received: {hooks.workers.replicas} replica(s) of "
+                f"{type(self.model.distribute_strategy).__name__}. Use "
+                "`rule='linear'`, or a synchronous strategy without `local_steps` and "
+                "without a compressor that keeps a rest."
+            )
+        hooks.norms.take()  # of an earlier `fit`
+        self._measured = growth
+
+    def _agree(self) -> None:
+        """Set the factor to the gain of the last steps, on all workers."""
+        hooks = self._hooks()
+        if hooks is None or self._measured is None:
+            return
+        mine = np.array(hooks.norms.take())
+        every = hooks.workers.communicator.all_gather(mine)
+        new = [GradientNorms(*map(float, row)) for row in every]
+        replicas, steps = hooks.workers.replicas, new[0].steps
+        self.gained_steps += steps * (self.factor or 1.0)
+        kept = max(1 - replicas / _AVERAGED, 0.0) ** steps
+        self._norms = add_norms(self._norms, new, kept)
+        noise = noise_of(self._norms, replicas)
+        if noise is None:
+            return
+        # Batches may be of different sizes: their mean, as it is in the noise.
+        batch = self._norms[0].steps / self._norms[0].per_row
+        self.factor = noise.gain(batch, batch / self._measured)
+        for optimizer in self._optimizers():
+            scaling = learning_rate.scaling_of(optimizer, make=True)
+            if scaling is not None:
+                scaling.set(self.factor, 0, 0)
 
     def _optimizers(self) -> list[Any]:
         found = learning_rate.leaves_of(self.model)

@@ -33,6 +33,7 @@ from kerasdist.callbacks.bottleneck import Verdict, judge
 from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows
 from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.collectives import gather_json
+from kerasdist.prediction.noise import GradientNorms, add_norms
 from kerasdist.strategies.measure.communication import StepTimes, link_speed
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport import log
@@ -42,6 +43,9 @@ _PATHS = (str, bytes, os.PathLike)
 _CALIBRATE = 2
 # After this many calls their duration is read, where no window ends soon.
 _LOOK = 9
+# The noise of gradients changes slowly, and one window shows it badly: at the end of a
+# window this part of what earlier ones have shown remains.
+_KEPT_NORMS = 0.9
 
 
 class _Row(NamedTuple):
@@ -51,11 +55,13 @@ class _Row(NamedTuple):
         times: Its `StepTimes`, by name.
         window: Its `Windows.state`.
         reads: Pairs of staleness and number of reads.
+        norms: The sums of its `GradientNorms`.
     """
 
     times: dict[str, Any]
     window: list[float]
     reads: list[tuple[int, int]]
+    norms: list[float]
 
 
 class ScalingTensorBoard(JobCallback):
@@ -156,6 +162,9 @@ class ScalingTensorBoard(JobCallback):
         self._seconds = 0.0
         self._staleness: Counter[int] = Counter()
         self._stages: StageTimes | None = None
+        # Of each worker; those of the newest windows, and of all.
+        self._recent: list[GradientNorms] = []
+        self._norms: list[GradientNorms] = []
 
     # Called by Keras.
 
@@ -194,6 +203,7 @@ class ScalingTensorBoard(JobCallback):
         self._job.take_stages()  # of an earlier `fit`
         self._steps = self._job.steps_taken()
         self._job.take_reads()
+        self._job.take_norms()
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
         self._arrays = fits_arrays()
@@ -394,7 +404,8 @@ class ScalingTensorBoard(JobCallback):
         begin = time.monotonic()
         self._choose_sample()
         times, lags = vars(self._job.clock.take()), self._job.take_reads()
-        mine = _Row(times, self._windows.state(), [*lags.items()])
+        norms = self._job.take_norms()
+        mine = _Row(times, self._windows.state(), [*lags.items()], [*norms])
         rows = [_Row(*each) for each in gather_json(self._job.communicator, mine)]
         every = [StepTimes(**row.times) for row in rows]
         self._windows.begin(every[0], rows[0].window)
@@ -403,6 +414,9 @@ class ScalingTensorBoard(JobCallback):
         ranks = tuple(one.rank for one in every)
         self._events.note_workers(self._job.happened(), ranks)
         reads = sum((Counter(dict(row.reads)) for row in rows), Counter[int]())
+        new = [GradientNorms(*row.norms) for row in rows]
+        self._recent = add_norms(self._recent, new, _KEPT_NORMS)
+        self._norms = add_norms(self._norms, new)
         self._write(every, reads)
         self._windows.cost(time.monotonic() - begin)
 
@@ -412,7 +426,7 @@ class ScalingTensorBoard(JobCallback):
             self._stages = stages if self._stages is None else self._stages.plus(stages)
             if not stages.steps:
                 stages = self._stages  # no step of this window was measured
-        figures = self._figures(every, reads, stages)
+        figures = self._figures(every, reads, stages, self._recent)
         for one in every:
             before = self._sums.get(one.rank)
             self._sums[one.rank] = one if before is None else before.plus(one)
@@ -441,6 +455,7 @@ class ScalingTensorBoard(JobCallback):
         times: list[StepTimes],
         reads: Mapping[int, int],
         stages: StageTimes | None,
+        norms: list[GradientNorms],
         seconds: float | None = None,
     ) -> Figures | None:
         idle: tuple[float, ...] = ()
@@ -458,6 +473,7 @@ class ScalingTensorBoard(JobCallback):
             staleness=dict(reads),
             idle=idle,
             compression=self._job.compression(),
+            noise=self._job.noise(norms),
         )
 
     def _conclude(self) -> None:
@@ -466,7 +482,7 @@ class ScalingTensorBoard(JobCallback):
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]
         self.figures = self._figures(
-            times, self._staleness, self._stages, self._seconds
+            times, self._staleness, self._stages, self._norms, self._seconds
         )
         text = ""
         if self.figures is not None:

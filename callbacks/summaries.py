@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
+from kerasdist.prediction.noise import GradientNoise
 from kerasdist.strategies.measure.communication import StepTimes
 
 # The figures of a window of steps of all workers: pure functions of numbers.
@@ -61,6 +63,7 @@ class Figures:
         idle: By stage the share of a step in which it has nothing to do, 0 to 1.
         compression: "bytes_before" and "bytes_after" of the gradients of a step, and
             "unsent_norm", of the chief; empty without a compressor.
+        noise: The noise of the gradients; None if it isn't known.
     """
 
     workers: int
@@ -84,6 +87,7 @@ class Figures:
     staleness: Mapping[int, int] = dataclasses.field(default_factory=dict)
     idle: Sequence[float] = ()
     compression: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    noise: GradientNoise | None = None
 
     @property
     def alone(self) -> int:
@@ -99,6 +103,24 @@ class Figures:
         if not self.baseline:
             return None
         return self.examples_per_second / (self.baseline * self.workers * self.devices)
+
+    @property
+    def next_worker(self) -> float | None:
+        """The part of the first worker's progress that one more adds, or None.
+
+        See `GradientNoise.next_worker`.
+        """
+        if self.noise is None or not self.global_batch:
+            return None
+        return self.noise.next_worker(self.workers, self.global_batch)
+
+    @property
+    def goodput(self) -> float | None:
+        """Useful samples per second, beside batches of one worker; None if unknown."""
+        if self.noise is None or not self.global_batch:
+            return None
+        batch, base = self.global_batch, self.global_batch / self.workers
+        return self.noise.goodput(self.examples_per_second, batch, base)
 
     @property
     def mean_staleness(self) -> float | None:
@@ -134,7 +156,7 @@ def combine(
         in_step: Whether workers take each step together.
         between_devices: Bytes moved between the devices of one worker in a step.
         job: Further fields of `Figures`: `arrays`, `link`, `baseline`, `devices`,
-            `staleness`, `idle`, `compression`.
+            `staleness`, `idle`, `compression`, `noise`.
     """
     moved = [one for one in times if one.steps > 0 and one.seconds > 0]
     if not moved:
@@ -240,7 +262,14 @@ CHARTS = {
         ),
         "Norm of the gradients that aren't sent yet": "compression/unsent_norm",
     },
-    "5. The job": {
+    "5. What a larger batch is worth": {
+        "Samples: of a batch that still pays, and of this job's": "batch/samples",
+        "Percent of the first worker's progress that one more adds": (
+            "batch/next_worker_percent"
+        ),
+        "Examples per second that count, beside batches of one worker": "batch/goodput",
+    },
+    "6. The job": {
         "Learning rate": "job/learning_rate",
         "Global batch": "job/global_batch",
         "Workers": "job/workers",
@@ -291,6 +320,12 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
         "compression/bytes_before": {"": f.compression.get("bytes_before")},
         "compression/bytes_after": {"max": f.compression.get("bytes_after")},
         "compression/unsent_norm": {"": f.compression.get("unsent_norm")},
+        "batch/samples": {
+            "": None if f.noise is None else f.global_batch,
+            "max": _useful(f),
+        },
+        "batch/next_worker_percent": {"": f.next_worker and 100 * f.next_worker},
+        "batch/goodput": {"": f.goodput},
         "job/learning_rate": {"": learning_rate},
         "job/global_batch": {"": f.global_batch},
         "job/workers": {"": f.workers},
@@ -301,6 +336,12 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
             if value is not None:
                 found.setdefault(run, {})[tag] = value
     return found
+
+
+def _useful(figures: Figures) -> float | None:
+    """Return the noise scale, where it's a number of samples."""
+    scale = None if figures.noise is None else figures.noise.scale
+    return None if scale is None or math.isinf(scale) else scale
 
 
 # A histogram has a bucket per staleness, up to this many.

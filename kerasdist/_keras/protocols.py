@@ -259,6 +259,8 @@ class KerasHooks:
         dynamic: The epochs of asynchronous workers; None if they are synchronous.
         elastic: Changes of membership; None if the workers stay the same.
         local: Steps of each worker by itself; None if gradients are reduced.
+        norms: The `strategies.measure.gradient_norms.GradientNormMeter`; None where a
+            step doesn't update by the mean gradient of all replicas.
         checkpoint: The `elastic.training_state.CheckpointFile` of an elastic job;
             else None.
         tune: Makes a train function that is tuned from one that isn't, for a model; see
@@ -275,6 +277,7 @@ class KerasHooks:
     dynamic: AsyncHooks | None = None
     elastic: ElasticHooks | None = None
     local: LocalHooks | None = None
+    norms: Any = None
     checkpoint: Any = None
     tune: Callable[[Any, Any], Callable[[Any], Any]] | None = None
 

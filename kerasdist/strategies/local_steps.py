@@ -245,6 +245,7 @@ class LocalExtended(SynchronousExtended):
 
     workers_class = LocalWorkers
     workers: LocalWorkers
+    updates_by_mean = False
 
     def __init__(
         self,

@@ -239,6 +239,11 @@ def test_of_several_workers_of_a_host_one_sends_their_sum():
     rng = np.random.default_rng(0)
     first, second, third, fourth = rng.normal(size=(4, 3, 30, 20)).astype("float32")
 
+    # In several threads at once TensorFlow's first dispatch of a function may crash: it
+    # isn't safe there (`PyInstanceChecker`).
+    some = [[tf.constant(first[0])], [tf.Variable(first[0])], 1.0]
+    compressed_sums(compressor, Memories(compressor), *some, list, tf.identity)
+
     def steps(group, given):
         def work(communicator):
             ops = CollectiveOps(communicator, "/device:CPU:0")

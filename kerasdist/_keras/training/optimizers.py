@@ -301,8 +301,9 @@ def apply(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     hooks.gradients.check(inner)
     replicas, share = hooks.workers.replicas, None
-    if replicas > 1 and current.rows is not None:
-        share = current.share
+    rows, total = current.rows, None
+    if replicas > 1 and rows is not None:
+        share, total = current.share, current.total_rows
     elif replicas > 1 and inner.gradient_accumulation_steps:
         # In custom loops gradients are summed. Keras accumulates each replica's own
         # and sums last: its accumulators hold values of the size of one replica's,
@@ -328,15 +329,16 @@ def apply(
         ]
 
     def reduce(beside: Sequence[Any] = ()) -> list[Any]:
-        reduced = exchange(
-            *(facets, hooks.gradients.reduce),
-            [None if k == WHOLE else g for g, k in zip(parts(), kinds, strict=True)],
-            share,
-            linear=_is_linear(inner),
-            beside=beside,
-            step=WHOLE not in kinds,
-            owners=trainable_variables or _variables_of(optimizer),
-        )
+        own = [None if k == WHOLE else g for g, k in zip(parts(), kinds, strict=True)]
+        # Perhaps the step is over, and so is its context.
+        with setting(rows=rows, total=total):
+            reduced = exchange(
+                *(facets, hooks.gradients.reduce, own, share),
+                linear=_is_linear(inner),
+                beside=beside,
+                step=WHOLE not in kinds,
+                owners=trainable_variables or _variables_of(optimizer),
+            )
         if _tf.in_parts() and _is_linear(inner):
             # How many different rows there are changes with each batch.
             with _tf.outside_of_xla():

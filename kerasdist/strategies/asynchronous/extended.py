@@ -538,6 +538,7 @@ class AsyncExtended(SynchronousExtended):
 
     workers_class = AsyncWorkers
     workers: AsyncWorkers
+    updates_by_mean = False
     shared: SharedTables
 
     def __init__(

@@ -35,6 +35,7 @@ from kerasdist.strategies.cluster_resolver import (
     local_ranks,
     resolver_of,
 )
+from kerasdist.strategies.measure.gradient_norms import GradientNormMeter
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, StrategyJob, close_at_exit, forget
 from kerasdist.strategies.reduce.compressed import check_optimizer, load_kept, save_kept
@@ -71,6 +72,8 @@ class SynchronousExtended(SharingExtended):
     # The classes of `workers` and of `data`.
     workers_class: type[Workers] = Workers
     data_class: type[SynchronousData] = SynchronousData
+    # Whether a step updates by the mean gradient of all replicas.
+    updates_by_mean = True
 
     def __init__(
         self,
@@ -104,6 +107,10 @@ class SynchronousExtended(SharingExtended):
         broadcast = options.initial_state == "broadcast"
         has_memory = getattr(options.compression, "has_memory", False)
         self.data = self.data_class(self, timer, options, log_once)
+        reduce = partial(reduce_gradients, workers, log_once)
+        norms = None
+        if self.updates_by_mean and not has_memory:
+            norms = GradientNormMeter(workers, timer, workers.host, reduce)
         return KerasHooks(
             workers=workers,
             timer=timer,
@@ -120,7 +127,7 @@ class SynchronousExtended(SharingExtended):
                 sum_over_workers=lambda tensors: workers.ops.all_reduce(tensors),
             ),
             gradients=GradientHooks(
-                reduce=partial(reduce_gradients, workers, log_once),
+                reduce=reduce if norms is None else norms.reduce,
                 end_window=partial(end_window, workers),
                 sum_over_replicas=partial(sum_over_replicas, workers),
                 kept=lambda: workers.memories.variables,
@@ -133,6 +140,7 @@ class SynchronousExtended(SharingExtended):
             ),
             data=self.data,
             local=self._make_local(),
+            norms=norms,
             tune=Tuner(workers, log_once, options.compressors)
             if options.tune and workers.size > 1
             else None,

@@ -8,6 +8,7 @@ from browser import chromium, need_browser, tensorboard, tensorboard_python, wai
 from kerasdist.callbacks import summaries
 from kerasdist.callbacks.bottleneck import judge, to_markdown
 from kerasdist.callbacks.summaries import PHASES, Summaries, combine
+from kerasdist.prediction.noise import GradientNoise
 from kerasdist.strategies.measure.communication import StepTimes
 
 pytestmark = pytest.mark.timeout(170)
@@ -83,6 +84,7 @@ def write(folder):
             baseline=2000.0,
             staleness={0: 5, 1: 3, 2: 1 + step % 2},
             idle=(0.2, 0.3 + step / 1000),
+            noise=GradientNoise(gradient=1.0, variance=100.0 + step),
         )
         assert figures is not None
         numbers = summaries.scalars(figures, 0.1 - step / 4000)

@@ -8,6 +8,7 @@ import pytest
 from kerasdist.callbacks import bottleneck
 from kerasdist.callbacks.bottleneck import LEAST, judge
 from kerasdist.callbacks.summaries import PHASES, Figures
+from kerasdist.prediction.noise import GradientNoise
 
 
 def figures(workers=4, *, busy=None, **more):
@@ -146,6 +147,22 @@ SAID = [
     (figures(compute=100 * (1.01 - LEAST), input=100 * LEAST - 1), "compute", [], []),
     (figures(compute=100 * (0.99 - LEAST), input=100 * LEAST + 1), "input", [], []),
     (figures(compute=1e-12), "compute", [], []),
+    (
+        figures(compute=100, noise=GradientNoise(gradient=1, variance=64)),
+        "compute",
+        [
+            "The gradient noise scale is 64 samples, and a global batch has 256",
+            "one worker more adds 7% of the progress of the first",
+            *("more workers hardly do", "past the useful size"),
+        ],
+        ["More workers make it faster"],
+    ),
+    (
+        figures(compute=100, noise=GradientNoise(gradient=1, variance=1e5)),
+        "compute",
+        ["one worker more adds 99% of", "More workers make it faster"],
+        ["past the useful size"],
+    ),
 ]
 
 
