@@ -9,8 +9,6 @@ import kerasdist
 from kerasdist.callbacks import BroadcastInitialState
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(150)
-
 COMMON = with_prelude("""
 from kerasdist.callbacks import (
     BroadcastInitialState, ScaleLearningRate, ScalingTensorBoard, Timeline)

@@ -9,8 +9,6 @@ from board import Board, series, text
 from pace import bound
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(170)
-
 SCRIPT = """
 import json, os, signal, sys
 import keras

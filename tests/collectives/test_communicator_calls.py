@@ -18,8 +18,6 @@ from groups import KINDS, Group
 from kerasdist import errors
 from pace import bound
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_sequences_of_collectives(group, seed):

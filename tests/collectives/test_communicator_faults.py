@@ -10,8 +10,6 @@ from kerasdist import errors
 from pace import bound
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 # One group of each implementation.
 SOME = [("unix", 3), ("shared", 4), ("tcp", 3), ("aab", 3)]
 

@@ -16,8 +16,6 @@ from kerasdist.transport.rendezvous.startup import Session
 from pace import bound
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():

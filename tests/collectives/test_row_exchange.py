@@ -9,8 +9,6 @@ from groups import Group
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.errors import CollectiveMismatch
 
-pytestmark = pytest.mark.timeout(60)
-
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TABLES = [
     ("float32", "int64", (8,)),

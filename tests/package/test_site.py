@@ -79,7 +79,6 @@ def test_pages_link_to_files_and_show_arguments(site):
     assert described in page
 
 
-@pytest.mark.timeout(170)
 def test_the_start_page_in_a_browser(site, tmp_path):
     """Wide and narrow it fits, shows its picture, and needs nothing from outside."""
     need_browser()

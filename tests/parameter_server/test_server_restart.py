@@ -9,8 +9,6 @@ from pace import bound
 from servers import ServerProcesses, Servers
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def test_a_collective_that_was_under_way_is_done_by_the_restarted_server(tmp_path):
     """One worker waits in it, the other is busy and comes back by itself."""

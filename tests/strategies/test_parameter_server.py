@@ -18,8 +18,6 @@ from soak import soak
 import kerasdist
 from workers import Workers, free_ports
 
-pytestmark = pytest.mark.timeout(120)
-
 script_of = functools.partial(long_fit, "ParameterServerStrategy")
 
 

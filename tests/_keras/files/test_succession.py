@@ -16,8 +16,6 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(170)
-
 SCRIPT = with_prelude("""
 from tensorflow.python.checkpoint import checkpoint
 

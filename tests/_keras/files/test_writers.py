@@ -15,8 +15,6 @@ from soak import soak
 from sessions import Session
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(170)
-
 SETUP = with_prelude("""
 import tempfile
 from keras.models import load_model, save_model  # before there is a strategy

@@ -18,8 +18,6 @@ from kerasdist.strategies.measure.stages import Offset, clock_offset
 from kerasdist.transport.tracing import NAMES, now
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(150)
-
 COMMON = with_prelude("""
 from kerasdist.callbacks import ScaleLearningRate, Timeline
 

@@ -21,8 +21,6 @@ from kerasdist.cluster import Cluster
 from pace import bound
 from workers import free_ports, python_env
 
-pytestmark = pytest.mark.timeout(150)
-
 
 def levels(found):
     return [finding.level for finding in found]

@@ -15,8 +15,6 @@ from kerasdist.cli.run.output import (
 )
 from pace import bound
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def fed(lines, *pieces):
     return b"".join(lines.feed(piece, 0.0) for piece in pieces)

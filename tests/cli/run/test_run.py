@@ -21,8 +21,6 @@ from launching import HANG
 from pace import bound
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def test_each_task_has_its_settings_and_its_listening_socket(launcher):
     """Cores are divided among the workers; only the chief reads what is typed."""

@@ -25,7 +25,6 @@ from kerasdist.transport.framing import Call, FrameType, pack_header
 from kerasdist.transport.handshake import TAG_BYTES
 from pace import bound
 
-pytestmark = pytest.mark.timeout(60)
 BOUND = 1 << 30
 CALL = Call(7, "all_reduce", "sum", "float32", 12, 99)
 

@@ -8,8 +8,6 @@ from kerasdist import errors
 from kerasdist.parameter_server import Change, Rows, Variable
 from servers import Servers
 
-pytestmark = pytest.mark.timeout(60)
-
 VARIABLES = [
     Variable(name="kernel", shape=(200, 100)),
     Variable(name="embedding", shape=(500, 8), sparse=True),

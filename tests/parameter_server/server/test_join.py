@@ -11,8 +11,6 @@ from kerasdist.parameter_server import Variable, enter
 from pace import bound
 from servers import KINDS, Servers
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def come_again(job, rank):
     job.clients[rank].close(RuntimeError("preempted"))

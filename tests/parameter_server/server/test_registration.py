@@ -22,8 +22,6 @@ from pace import bound
 from servers import Servers
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_worker_that_was_asked_for_something_else_is_refused():
     settings = ServerSettings(mode="async", max_staleness=3)

@@ -8,8 +8,6 @@ from kerasdist.parameter_server import ParameterServer, ServerSettings
 from kerasdist.parameter_server.snapshots import path_of
 from servers import Servers, server_place, worker_place
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_addresses_of_other_machines_need_a_secret():
     place = server_place(["10.0.0.1:1"], ["10.0.0.2:1"], 0)

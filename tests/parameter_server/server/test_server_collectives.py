@@ -16,8 +16,6 @@ from kerasdist.transport.framing import Call
 from pace import bound
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Tables(ServedTables):
     """Tables that show which workers wait in a collective."""

@@ -13,8 +13,6 @@ from kerasdist.transport import Timeouts
 from pace import bound
 from servers import Servers
 
-pytestmark = pytest.mark.timeout(60)
-
 WORKERS = 4
 # Worker r adds 1 to element r in each step: so a read shows whose steps it has.
 SLOTS = [Variable(name="slots", shape=(WORKERS,))]

@@ -11,8 +11,6 @@ from asynchronous import BEFORE, OPTIMIZERS, SETUP
 from asynchronous import run as run_apart
 from sessions import Session
 
-pytestmark = pytest.mark.timeout(150)
-
 # One worker.
 
 

@@ -11,9 +11,6 @@ from kerasdist.parameter_server.snapshots import path_of, read_snapshot
 from pace import bound
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(150)
-
-
 LOST = """
 epochs = strategy.extended.kerasdist.hooks.dynamic
 end_epoch = epochs.end_epoch

@@ -14,8 +14,6 @@ from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.dynamic_batches import AsyncDataset
 from sessions import Session
 
-pytestmark = pytest.mark.timeout(150)
-
 # Sample i is the number i: what a step was given can be read off.
 BEFORE = NOTING
 BEFORE += """

@@ -17,9 +17,6 @@ from kerasdist.strategies.reduce.workers import Workers
 from servers import Servers
 from waiting import wait_until
 
-pytestmark = pytest.mark.timeout(60)
-
-
 OPTIONS = Options(
     initial_state="check", shard="rows", data="auto", bucket_size=1, compression=None
 )

@@ -8,8 +8,6 @@ from soak import soak
 from asynchronous import DIGESTS, SETUP
 from sessions import Session
 
-pytestmark = pytest.mark.timeout(150)
-
 BEFORE = (
     """
 rank, client = strategy.rank, strategy.extended.workers.client

@@ -6,13 +6,10 @@ One process that goes on with a backup is in _keras/optimizer/test_global_step.p
 import json
 
 import keras
-import pytest
 from scripts import with_prelude
 
 from kerasdist.strategies.asynchronous.tables import StepCount
 from workers import Workers
-
-pytestmark = pytest.mark.timeout(150)
 
 SCRIPT = with_prelude("""
 import shutil

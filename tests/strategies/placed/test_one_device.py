@@ -6,7 +6,7 @@ from devices import begin
 from board import Board, series, text
 from workers import Workers
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 SCRIPT = """
 from kerasdist.callbacks import ScalingTensorBoard, job_view

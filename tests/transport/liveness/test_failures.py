@@ -9,8 +9,6 @@ import pytest
 
 from workers import FULL_STDERR, Workers
 
-pytestmark = pytest.mark.timeout(150)
-
 # Seconds after which a silent rank is lost. Long, but where silence is what is
 # tested: on a busy machine a rank may be silent for a second or two.
 LONG, HEARTBEAT = 40.0, 3.0

@@ -7,7 +7,7 @@ from certificates import Authority
 from hosts import Hosts
 from workers import Workers
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.netns
 
 SCRIPT = """
 import gc, json, os, socket, sys, time

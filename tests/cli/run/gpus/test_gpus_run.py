@@ -11,7 +11,6 @@ from kerasdist.cli.run.hosts.find_gpus import find_gpus
 from kerasdist.cli.run.job_spec import divide, divisions_in_words
 from pace import bound
 
-pytestmark = pytest.mark.timeout(90)
 _NO_SSH = SshHosts.available()
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 SHOW = f"""

@@ -19,7 +19,6 @@ from launching import wait_until_said
 from pace import bound
 from workers import free_ports
 
-pytestmark = pytest.mark.timeout(120)
 SECRET = b"secret" * 8
 
 

@@ -6,8 +6,6 @@ import socket
 import threading
 from types import SimpleNamespace
 
-import pytest
-
 from groups import addresses_of
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives.elastic.epochs import Gone, Loss, Member
@@ -16,8 +14,6 @@ from kerasdist.collectives.elastic.peer_messenger import Contact, PeerMessenger
 from kerasdist.transport.rendezvous.listener import Listener
 from waiting import wait_until
 from workers import Workers
-
-pytestmark = pytest.mark.timeout(120)
 
 SECRET = b"s" * 16
 

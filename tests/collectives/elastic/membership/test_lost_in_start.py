@@ -41,7 +41,6 @@ report(ElasticCommunicator, "begin", None, "begun")
 happen("script")
 time.sleep(options.get("late", {}).get(str(me), 0.0) if not again else 0.0)
 """
-pytestmark = pytest.mark.timeout(120)
 
 
 def start(folder, size, *at, **options):

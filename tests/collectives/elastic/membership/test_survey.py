@@ -8,8 +8,6 @@ from elastic_members import start
 from pace import bound
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(120)
-
 # Those that are started again are slow to ask rank 2.
 SLOW = """
 from kerasdist.collectives.elastic.job import ElasticJob
