@@ -118,8 +118,7 @@ result(found)
 
 
 def test_ring():
-    with Workers(COMMON + RING, 2, deadline=120) as job:
-        finished = job.succeed()
+    finished = Workers(COMMON + RING, 2, deadline=120).run()
     zero, one = (each.result for each in finished)
     root = one["root"]
     assert zero["root"] != root
@@ -192,8 +191,7 @@ result([own, begin, set_to, first.kernel, weights, refused])
 
 
 def test_the_table_of_servers_takes_it_too():
-    with Workers(COMMON + ASYNC, 2, servers=1, deadline=90) as job:
-        zero, one = (each.result for each in job.succeed()[:2])
+    zero, one = Workers(COMMON + ASYNC, 2, servers=1, deadline=90).results()
     assert zero[0] != one[0]
     assert zero[1] == one[1] == one[0]
     assert zero[2] != one[2]

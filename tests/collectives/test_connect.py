@@ -150,8 +150,7 @@ def lose(hosts, layout, lost, heartbeat=20.0):
         prefix=lambda rank: hosts.prefix(places[rank]),
         env={"HEARTBEAT": str(heartbeat)},
     ) as job:
-        for rank in range(len(layout)):
-            job.wait_for_line(rank, "LOOPING")
+        job.wait_for_lines("LOOPING", len(layout))
         lost(job)
         workers = job.wait()
     transport = "tcp" if len(set(layout)) == len(layout) else "hierarchical"

@@ -25,8 +25,8 @@ print("RESULT", json.dumps(board.figures and dict(board.figures.compression)))
 
 
 def test_bytes_before_and_after_and_the_norm_of_the_rest(tmp_path):
-    with Workers(SCRIPT, 2, env={"FOLDER": str(tmp_path)}, deadline=90) as job:
-        figures = job.succeed()[0].result
+    env = {"FOLDER": str(tmp_path)}
+    figures, _ = Workers(SCRIPT, 2, env=env, deadline=90).results()
     # One matrix as two thin ones of two columns; the rest is sent as it is.
     rest = 30 + 30 + 1
     assert figures["bytes_before"] == 4 * (40 * 30 + rest)

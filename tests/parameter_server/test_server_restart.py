@@ -131,9 +131,7 @@ def test_two_jobs_at_once_cannot_have_one_snapshot_dir(tmp_path):
             assert f"process {job.processes[1].pid} on" in message
         assert path_of(str(tmp_path), 0).exists()
         # Its own server comes back, though a child of the one before lives.
-        job.kill(1)
-        job.wait_one(1)
-        job.start_again(1)
+        job.restart(1)
         job.wait_for_line(1, "LISTENING")
         (tmp_path / "end").touch()
         assert job.wait_one(0).result == ["ok", True]

@@ -156,11 +156,8 @@ print("RESULT", json.dumps({kind: train(kind) for kind in KINDS}))
 
 @pytest.fixture(scope="module")
 def results():
-    with Workers(SCRIPT + JOB, 2, deadline=150) as job:
-        finished = job.succeed()
-    with Workers(SCRIPT + ALONE, 1, deadline=100, env={"TF_CONFIG": None}) as job:
-        alone = job.succeed()
-    return [each.result for each in finished], alone[0].result
+    alone = Workers(SCRIPT + ALONE, 1, deadline=100, env={"TF_CONFIG": None})
+    return Workers(SCRIPT + JOB, 2, deadline=150).results(), *alone.results()
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "own rows", "items"])

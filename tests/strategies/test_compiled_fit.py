@@ -85,8 +85,7 @@ def test_the_numbers_are_those_of_plain_keras_compiled(
         "OPTIONS": json.dumps(options),
         "ROWS": str(rows),
     }
-    with Workers(SCRIPT, workers, servers=servers, env=env, deadline=200) as job:
-        results = [worker.result for worker in job.succeed()[:workers]]
+    results = Workers(SCRIPT, workers, servers=servers, env=env, deadline=200).results()
     plain = results[0][1]
     for ours, _ in results:
         assert ours == results[0][0]

@@ -60,10 +60,9 @@ print("RESULT", json.dumps([
 )
 def test_the_numbers_are_those_of_one_process(tmp_path, start, size):
     args = [str(start), str(size), str(tmp_path)]
-    with Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}) as job:
-        expected, weights, _, _, rate, _ = job.succeed()[0].result
-    with Workers(SCRIPT, size, args, handover=False, deadline=150.0) as job:
-        finished = job.succeed()
+    (alone,) = Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}).results()
+    expected, weights, _, _, rate, _ = alone
+    finished = Workers(SCRIPT, size, args, handover=False, deadline=150.0).run()
     for each in finished:
         history, found, sizes, last, found_rate, local = each.result
         # Before it has joined, a worker sees the size with which the others started.

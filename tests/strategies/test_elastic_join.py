@@ -137,8 +137,7 @@ def undisturbed(kind):
     size = 2 if kind in ("items", "unknown") else 1
     env = {} if size == 2 else {"TF_CONFIG": None}
     arguments = ["-1", kind, str(size)]
-    with Workers(SCRIPT, size, arguments, env=env, deadline=120.0) as job:
-        return job.succeed()[0].result
+    return Workers(SCRIPT, size, arguments, env=env, deadline=120.0).run()[0].result
 
 
 def joined(kind, victim, servers=0):

@@ -121,8 +121,7 @@ print("RESULT", json.dumps(results), flush=True)
 
 @pytest.fixture(scope="module")
 def jobs():
-    with Workers(SCRIPT, 2, deadline=200) as job:
-        ended = job.succeed()
+    ended = Workers(SCRIPT, 2, deadline=200).run()
     return [finished.result | {"lines": finished.output} for finished in ended]
 
 

@@ -160,8 +160,7 @@ try:
 except kerasdist.errors.ClusterError as error:
     print("RESULT", json.dumps(str(error)))
 """
-    with Workers(script, 2, servers=2, deadline=90) as job:
-        finished = job.succeed()
+    finished = Workers(script, 2, servers=2, deadline=90).run()
     for worker in finished[:2]:
         *gathered, message = worker.results
         assert gathered == [[0, 1]] * 4
@@ -183,8 +182,7 @@ except kerasdist.errors.ClusterError as error:
 def test_who_is_lost_is_named_by_all_others(lost, fault):
     script = script_of(heartbeat=30.0 if fault == signal.SIGKILL else 3.0)
     with Workers(script, 2, servers=2, deadline=100) as job:
-        for rank in range(2):
-            job.wait_for_line(rank, "training")
+        job.wait_for_lines("training", 2)
         job.kill(lost, fault)
         workers = [job.wait_one(rank) for rank in range(2) if rank != lost]
         servers = [job.wait_one(task) for task in (2, 3) if task != lost]

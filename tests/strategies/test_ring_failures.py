@@ -35,8 +35,7 @@ def test_a_lost_worker_ends_fit_on_every_survivor(lost, fault, seconds):
     # A killed one is noticed by its connections, not by its silence.
     script = script_of(heartbeat=30.0 if fault == signal.SIGKILL else 3.0)
     with Workers(script, 3, deadline=120) as job:
-        for rank in range(3):
-            job.wait_for_line(rank, "training")
+        job.wait_for_lines("training", 3)
         at = time.time()
         job.kill(lost, fault)
         for rank in range(3):

@@ -147,8 +147,7 @@ print("RESULT", json.dumps(found))
 
 def test_first_steps_are_tried_and_the_next_run_takes_what_was_found(tmp_path):
     folder = {"KERASDIST_CHECKPOINT_DIR": str(tmp_path)}
-    with Workers(SCRIPT, 2, deadline=150, env=folder) as job:
-        (first, second) = (each.result for each in job.succeed())
+    (first, second) = Workers(SCRIPT, 2, deadline=150, env=folder).results()
     plain, tuned, again, chosen, compiled = first
     for mine, theirs in zip(first, second, strict=True):
         assert [mine[name] for name in ("loss", "sums", "taken")] == [

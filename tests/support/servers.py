@@ -216,10 +216,4 @@ class ServerProcesses(Workers):
         )
 
     def going(self) -> None:
-        for rank in range(self._workers):
-            self.wait_for_line(rank, "GOING")
-
-    def restart(self, task: int) -> None:
-        self.kill(task)
-        self.wait_one(task)
-        self.start_again(task)
+        self.wait_for_lines("GOING")

@@ -200,8 +200,8 @@ def job(request, ring, tmp_path_factory):
         first, second = ring.finish(body, FOLDER=str(folder))
     else:
         env = {"FOLDER": str(folder), "MODE": mode}
-        with Workers(SCRIPT + body, 2, env=env, deadline=140, servers=1) as job:
-            first, second = job.succeed()[:2]
+        job = Workers(SCRIPT + body, 2, env=env, deadline=140, servers=1)
+        first, second = job.run()[:2]
     return first.result, second.result, second.output, folder
 
 

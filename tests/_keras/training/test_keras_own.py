@@ -47,8 +47,7 @@ def test_keras_own(file, at_least):
     if spec is None:
         pytest.skip(f"this Keras ships without {file}")
     args, env = [str(spec.origin)], {"TF_CONFIG": None}
-    with Workers(_RUN, 1, args, env=env, deadline=170, handover=False) as job:
-        (finished,) = job.succeed()
+    (finished,) = Workers(_RUN, 1, args, env=env, deadline=170, handover=False).run()
     outcomes = finished.result
     others = {t: outcome for t, outcome in outcomes.items() if outcome != "passed"}
     skipped = dict.fromkeys(SKIPPED & outcomes.keys(), "skipped")

@@ -99,8 +99,7 @@ def test_training_needs_no_other_settings(mpirun, tmp_path):
     assert code == 0, output
     first, second = results(output)
     env = {"TF_CONFIG": None}
-    with Workers(ALL_TRANSPORTS, 1, args=["auto", "1", "graph"], env=env) as job:
-        alone = job.succeed()[0].result
+    (alone,) = Workers(ALL_TRANSPORTS, 1, ["auto", "1", "graph"], env).results()
 
     assert first["communicator"] == second["communicator"] == "MpiCommunicator"
     assert first["equal"]
@@ -290,6 +289,5 @@ except kerasdist.errors.ClusterError as error:
     print("RESULT", json.dumps(str(error)))
 """
     env = {"TF_CONFIG": None, **elsewhere(tmp_path), **env}
-    with Workers(script, 1, env=env) as job:
-        message = job.succeed()[0].result
+    message = Workers(script, 1, env=env).run()[0].result
     assert re.match(said, message, re.DOTALL), message

@@ -78,8 +78,7 @@ def test_weights_and_metrics_are_those_of_one_process(kinds):
 
     Data that differ are refused, as a lost chief's can't be used.
     """
-    with Workers(SCRIPT, 1, ["1", *kinds], deadline=120) as job:
-        expected = job.succeed()[0].result
+    expected = Workers(SCRIPT, 1, ["1", *kinds], deadline=120).run()[0].result
     with Workers(SCRIPT, 3, ["3", *kinds], deadline=180) as job:
         survivor = job.wait_one(2)
         lost = [job.wait_one(rank).returncode for rank in (0, 1)]

@@ -161,6 +161,5 @@ def test_workers_with_different_numbers_of_replicas():
         result([np.asarray(each).tolist() for each in found[-2:]])
         """
     )
-    with Workers(script, 2, deadline=250) as job:
-        one, other = [each.result for each in job.succeed()]
+    one, other = Workers(script, 2, deadline=250).results()
     assert one == other

@@ -52,8 +52,7 @@ run_contract("native", place.size, make_job, exchange)
 
 @pytest.mark.parametrize("size", [2, soak(4)])
 def test_contract_of_communicators(size):
-    with Workers(CONTRACT, size, deadline=250) as job:
-        job.succeed()
+    Workers(CONTRACT, size, deadline=250).run()
 
 
 SETUP = """
@@ -182,10 +181,9 @@ except errors.CollectiveMismatch:
 
 
 def train(size, *args):
-    with Workers(
+    results = Workers(
         ALL_TRANSPORTS, size, args=[str(arg) for arg in args], deadline=120
-    ) as job:
-        results = [worker.result for worker in job.succeed()]
+    ).results()
     assert all(result["equal"] for result in results)
     for result in results[1:]:
         assert result["outputs"] == results[0]["outputs"]
@@ -216,8 +214,7 @@ def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum, size):
         "RingStrategy", heartbeat=30.0 if signum == signal.SIGKILL else 3.0
     ).replace("timeout=40", "timeout=60, transport='native'")
     with Workers(script, size, deadline=150) as job:
-        for worker in range(size):
-            job.wait_for_line(worker, "training")
+        job.wait_for_lines("training", size)
         job.kill(rank, signum)
         for each in set(range(size)) - {rank}:
             survivor = job.wait_one(each)
@@ -271,8 +268,7 @@ def loop(x):
     return x
 assert loop(tf.ones(2)).numpy().tolist() == [float(size) ** 5] * 2
 """
-    with Workers(PRELUDE + script, 3, deadline=120) as job:
-        job.succeed()
+    Workers(PRELUDE + script, 3, deadline=120).run()
 
 
 def test_a_script_that_used_tensorflow_before_is_warned():
@@ -282,9 +278,8 @@ def test_a_script_that_used_tensorflow_before_is_warned():
     import kerasdist
     kerasdist.RingStrategy(transport="native")
     """
-    with Workers(script, 2, deadline=120) as job:
-        for worker in job.succeed():
-            assert "TensorFlow was used before transport='native'" in worker.output
+    for worker in Workers(script, 2, deadline=120).run():
+        assert "TensorFlow was used before transport='native'" in worker.output
 
 
 def test_one_worker_needs_no_server():

@@ -84,8 +84,7 @@ result({**facts, "same": outcome(False) == with_it})
 
 
 def test_one_device(tmp_path):
-    with Workers(begin(2) + SCRIPT, 1, [str(tmp_path)], deadline=120) as job:
-        found = job.succeed()[0].result
+    found = Workers(begin(2) + SCRIPT, 1, [str(tmp_path)], deadline=120).run()[0].result
     # What copies need is known before.
     assert "fails: MemoryError: copies of other devices' variables take " in (
         found.pop("room")

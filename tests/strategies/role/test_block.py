@@ -61,8 +61,7 @@ except RuntimeError:
 except errors.WorkerLost as lost:
     result([place, str(lost)])
 """
-    with Workers(script, 2, deadline=90) as job:
-        first, second = [each.result for each in job.succeed()]
+    first, second = Workers(script, 2, deadline=90).results()
     assert first[0] == [0, 2]
     assert second == [[1, 2], "went on"]
     assert first[1].startswith("Rank 1 (")

@@ -214,8 +214,7 @@ for _ in range(2):
     SharingExtended.distribute_parts = functools.partialmethod(
         SharingExtended.distribute_parts, complete=False)
 """
-    with Workers(PRELUDE + script, 1) as job:
-        (host, *ours), (gpus, *theirs) = job.succeed()[0].results
+    (host, *ours), (gpus, *theirs) = Workers(PRELUDE + script, 1).run()[0].results
     assert (host, gpus) == ("PartsDataset", "DistributedDatasetsFromFunction")
     assert ours == theirs
 

@@ -123,8 +123,7 @@ def job_of(transport, size, fault="", heartbeat=LONG, cases=(), **options):
 
 
 def loop(job):
-    for rank in range(job.size):
-        job.wait_for_line(rank, "LOOPING")
+    job.wait_for_lines("LOOPING", job.size)
 
 
 def check_lost(results, victim, address):

@@ -63,7 +63,7 @@ def test_a_fit_has_the_same_numbers(tmp_path):
     with Hosts(3) as hosts:
 
         def run(env, args=(), servers=0):
-            with Workers(
+            return Workers(
                 SCRIPT,
                 2,
                 args,
@@ -71,8 +71,7 @@ def test_a_fit_has_the_same_numbers(tmp_path):
                 cluster=hosts.addresses[: 2 + servers],
                 prefix=hosts.prefix,
                 servers=servers,
-            ) as job:
-                return [worker.result for worker in job.succeed()[:2]]
+            ).results()
 
         rings = run({"TLS": tls, "LEFT": str(tmp_path / "left")})
         served = run({"KERASDIST_TLS": tls}, ["servers"], 1)

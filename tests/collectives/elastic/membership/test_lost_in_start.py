@@ -124,8 +124,7 @@ def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path):
 def test_a_job_grows(tmp_path):
     """Tasks beyond those of the start join whenever they are started."""
     late = {"0": bound(0.2), "1": bound(0.2), "3": bound(1.0)}
-    with start(tmp_path, 4, start_workers=2, full=True, late=late) as job:
-        finished = job.succeed()
+    finished = start(tmp_path, 4, start_workers=2, full=True, late=late).run()
     for each in finished:
         check(each, 3)
         assert each.result["joined"] == (each.rank >= 2)

@@ -47,11 +47,9 @@ def test_most_of_the_tasks_dont_start_again_beside_the_rest(tmp_path):
         for rank in (0, 1):
             job.wait_one(rank)
             job.start_again(rank)
-        for rank in (0, 1):
-            job.wait_for_line(rank, "STARTS")
+        job.wait_for_lines("STARTS", 2)
         job.kill(2, signal.SIGCONT)
-        for rank in range(3):
-            job.wait_for_line(rank, "MEMBERS [0, 1, 2]")
+        job.wait_for_lines("MEMBERS [0, 1, 2]", 3)
         (tmp_path / "enough").touch()
         for each in job.wait():
             assert each.returncode == 0, job.report()
