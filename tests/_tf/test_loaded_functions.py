@@ -1,5 +1,3 @@
-"""Functions of a SavedModel that was loaded in a strategy's scope."""
-
 import pytest
 from scripts import with_prelude
 

@@ -1,5 +1,3 @@
-"""BroadcastInitialState: all ranks begin with one rank's state."""
-
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""The contract of communicators, on every implementation."""
-
 import ml_dtypes
 import numpy as np
 

@@ -1,5 +1,3 @@
-"""Slices of tables to all ranks, in one exchange, on every kind of group."""
-
 import ml_dtypes
 import numpy as np
 import pytest

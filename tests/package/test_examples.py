@@ -1,5 +1,3 @@
-"""The examples do what they say."""
-
 import json
 import re
 import sys

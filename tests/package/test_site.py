@@ -1,5 +1,3 @@
-"""The documentation site: it is built, and its start page is looked at in a browser."""
-
 import contextlib
 import functools
 import html

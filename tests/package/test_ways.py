@@ -1,5 +1,3 @@
-"""The pages that follow a gradient, a batch and a failure through the functions."""
-
 import pytest
 
 from places import ROOT, SCRIPTS_PATH

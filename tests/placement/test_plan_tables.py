@@ -1,5 +1,3 @@
-"""Plans, their tables, and what they say when nothing fits."""
-
 import dataclasses
 import pickle
 import re

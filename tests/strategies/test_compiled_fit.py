@@ -1,5 +1,3 @@
-"""`fit` with `jit_compile=True`: the numbers of plain Keras that compiles."""
-
 import json
 from types import SimpleNamespace
 

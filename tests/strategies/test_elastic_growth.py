@@ -1,5 +1,3 @@
-"""A job that begins with some of its workers, and grows in `fit`."""
-
 import numpy as np
 import pytest
 from elastic_jobs import elastic_script

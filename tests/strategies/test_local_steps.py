@@ -1,5 +1,3 @@
-"""Local steps: oracles, what is sent, and what the rest of Keras sees."""
-
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""What a communicator tells of what it spends its time on."""
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-"""Models, optimizers and metrics that are created outside of the strategy's scope."""
-
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""`kerasdist doctor`, and the findings it is made of."""
-
 import importlib.metadata
 import importlib.util
 import json

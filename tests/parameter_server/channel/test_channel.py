@@ -1,5 +1,3 @@
-"""The contract of channels, on every implementation."""
-
 import contextlib
 import json
 import socket

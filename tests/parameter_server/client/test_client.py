@@ -1,5 +1,3 @@
-"""The contract of workers and servers, whatever connects them."""
-
 import numpy as np
 import pytest
 

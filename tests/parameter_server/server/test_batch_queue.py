@@ -1,5 +1,3 @@
-"""Numbers that are dealt out: each one to one worker."""
-
 from kerasdist.parameter_server import END
 from kerasdist.parameter_server.server.handler import BatchQueue
 

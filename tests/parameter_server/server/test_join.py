@@ -1,5 +1,3 @@
-"""Workers that come later join between two epochs of the others."""
-
 import threading
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Who is let in by a server, and who isn't."""
-
 import re
 import threading
 from types import SimpleNamespace

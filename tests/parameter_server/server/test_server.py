@@ -1,5 +1,3 @@
-"""A server on the network: its port, strangers, its end."""
-
 import pytest
 
 from groups import nothing_stays_open

@@ -1,5 +1,3 @@
-"""Collectives at one server, while workers are lost and join."""
-
 import threading
 
 import numpy as np

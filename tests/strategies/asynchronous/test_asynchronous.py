@@ -1,5 +1,3 @@
-"""ParameterServerStrategy(mode="async") as a user meets it."""
-
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""`placement="auto"`, and a plan as a placement."""
-
 import textwrap
 
 from devices import TWO_LAYERS

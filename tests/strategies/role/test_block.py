@@ -1,5 +1,3 @@
-"""`with` a strategy: the end of the block leaves the job."""
-
 import pytest
 
 import kerasdist

@@ -1,5 +1,3 @@
-"""Heartbeats between workers and servers."""
-
 import math
 import os
 import queue

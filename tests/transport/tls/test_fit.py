@@ -1,5 +1,3 @@
-"""A fit over TLS has the numbers of one without."""
-
 import numpy as np
 import pytest
 
