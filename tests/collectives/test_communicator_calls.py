@@ -1,5 +1,3 @@
-"""How communicators take calls: in sequence, from threads, wrong ones, when closed."""
-
 import threading
 
 import numpy as np

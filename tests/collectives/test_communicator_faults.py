@@ -1,5 +1,3 @@
-"""What communicators do when ranks don't call the same, don't come, or give up."""
-
 import threading
 
 import numpy as np

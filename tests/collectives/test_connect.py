@@ -1,5 +1,3 @@
-"""From a cluster to a connected job: the choice, and starts that end in the midst."""
-
 import contextlib
 import time
 

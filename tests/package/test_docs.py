@@ -1,5 +1,3 @@
-"""What the documentation says is so: links, code, commands, settings, messages."""
-
 import functools
 import json
 import os
@@ -255,7 +253,6 @@ def test_the_message_of_wrong_settings():
 
 
 def pod_lines() -> str:
-    """The lines of the manifest that a shell runs in each pod."""
     (text,) = re.findall(r"^ *- \|\n(.*?)^ *- sh", MANIFEST.read_text(), re.M | re.S)
     return textwrap.dedent(text)
 

@@ -11,7 +11,6 @@ EXAMPLES = ROOT / "examples"
 
 
 def trained(script: str, *args: str, size: int = 1, servers: int = 0) -> str:
-    """What the workers of an example print, one after the other."""
     job = Workers(EXAMPLES / script, size, args, servers=servers, deadline=150)
     return "".join(finished.output for finished in job.run()[:size])
 

@@ -1,5 +1,3 @@
-"""Real processes of workers and servers are killed, stopped and started again."""
-
 import json
 import signal
 

@@ -1,5 +1,3 @@
-"""A server is killed and started again: it goes on, and so do the workers."""
-
 import numpy as np
 import pytest
 

@@ -95,7 +95,6 @@ class Losses:
                 self._job.start_again(rank)
 
     def kill(self):
-        """Kill one worker or several, so that a member remains."""
         ranks = self._draw.sample(range(SIZE), self._draw.choice([1, 1, 1, 2, 3]))
         for rank in ranks:
             if self.members() - {rank} and self._job.is_running(rank):

@@ -8,8 +8,6 @@ KINDS = [("unix", 2), ("shared", 3), ("servers_tcp", 2), ("abb", 3), ("single", 
 
 
 class Notes:
-    """A recorder that keeps all spans."""
-
     def __init__(self):
         self.spans = []
 

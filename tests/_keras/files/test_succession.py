@@ -1,5 +1,3 @@
-"""The chief is killed in `fit`, and so is the next one: their files are continued."""
-
 import csv
 import json
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Keras's own callbacks on several workers, unchanged; only the chief writes."""
-
 import numpy as np
 import pytest
 from scripts import with_prelude

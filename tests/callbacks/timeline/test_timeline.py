@@ -1,5 +1,3 @@
-"""Timeline: one trace of all ranks, with one clock."""
-
 import contextlib
 import gzip
 import json

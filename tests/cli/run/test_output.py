@@ -1,5 +1,3 @@
-"""What `kerasdist run` shows of its tasks' output, and keeps on a disk that is full."""
-
 import contextlib
 import os
 import subprocess

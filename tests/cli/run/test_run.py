@@ -1,5 +1,3 @@
-"""`kerasdist run` with real processes, signals and terminals."""
-
 import contextlib
 import json
 import os

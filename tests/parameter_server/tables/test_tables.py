@@ -1,5 +1,3 @@
-"""Bounded staleness over real connections, proved by what workers read."""
-
 import threading
 import time
 

@@ -1,5 +1,3 @@
-"""Workers and servers of ParameterServerStrategy(mode="async") are lost, and return."""
-
 import signal
 import time
 

@@ -1,5 +1,3 @@
-"""Batches that are dealt out: each of them once, over all workers, whoever is free."""
-
 import itertools
 import json
 import re
@@ -357,8 +355,6 @@ log.epochs = [float(each.numpy()) for each in held]
 
 def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
     class Raced(AsyncDataset):
-        """The other thread always comes in between."""
-
         _last = property(lambda self: 7, lambda self, number: None)
 
     told = []

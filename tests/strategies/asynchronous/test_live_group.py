@@ -1,5 +1,3 @@
-"""Where a worker was lost messages name the others by their ranks in the job."""
-
 import types
 
 import numpy as np

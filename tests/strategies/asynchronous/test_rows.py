@@ -1,5 +1,3 @@
-"""Embeddings with ParameterServerStrategy(mode="async"): only touched rows travel."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""`auto_shard_policy`: files divided over the workers, and datasets of their own."""
-
 import itertools
 
 import pytest

@@ -1,5 +1,3 @@
-"""Replicas of one worker are added on their devices, here parts of one CPU."""
-
 import logging
 import textwrap
 

@@ -11,8 +11,6 @@ from workers import Workers
 
 PRELUDE = begin(2) + CLASSIFIER
 PRELUDE += """
-import hashlib
-
 def build():
     keras.utils.set_random_seed(1)
     return compiled(keras.Sequential([

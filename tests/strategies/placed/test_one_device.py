@@ -1,5 +1,3 @@
-"""What one device does of a placed model is measured, and leaves nothing behind."""
-
 import pytest
 from devices import begin
 

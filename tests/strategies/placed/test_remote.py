@@ -1,5 +1,3 @@
-"""Layers on other workers' devices, in real processes; and what is lost with them."""
-
 import json
 import signal
 import textwrap

@@ -1,5 +1,3 @@
-"""What each worker is given of the data: every sample once, in an agreed order."""
-
 import keras
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""Faults of real worker processes end every other one, in time, and say why."""
-
 import json
 import signal
 import socket

@@ -1,5 +1,3 @@
-"""The GPUs of a host and their division: real processes, and a program as driver."""
-
 import json
 import os
 import signal

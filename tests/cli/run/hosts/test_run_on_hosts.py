@@ -1,5 +1,3 @@
-"""`kerasdist run -H`: real `sshd`s on hosts with addresses of their own."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""`kerasdist run --nnodes`: a launcher on each of several hosts."""
-
 import json
 import socket
 import threading

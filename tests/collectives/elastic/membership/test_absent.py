@@ -1,5 +1,3 @@
-"""Processes that were out of contact when the others continued without them."""
-
 import contextlib
 import queue
 import socket

@@ -1,5 +1,3 @@
-"""Workers that are lost, or late, before all of an elastic job are connected."""
-
 import signal
 
 import elastic_members

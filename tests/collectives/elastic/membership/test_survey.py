@@ -1,5 +1,3 @@
-"""Processes that were started again, or late, and members that are slow to answer."""
-
 import signal
 
 import pytest
