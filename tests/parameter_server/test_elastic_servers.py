@@ -1,9 +1,8 @@
-"""Real workers that servers connect continue when workers or servers are lost."""
-
 import signal
 
 import pytest
 from elastic_members import check, start
+from soak import soak
 
 from pace import bound
 
@@ -45,7 +44,7 @@ def test_a_lost_worker_joins_again():
 
 @pytest.mark.parametrize(
     ("signum", "victim"),
-    [(KILL, 3), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.soak)],
+    [(KILL, 3), soak(signal.SIGSTOP, 2)],
 )
 def test_the_other_servers_go_on_without_a_lost_one(signum, victim):
     with start(2, 3, waits=10, until="change", heartbeat=bound(0.5)) as job:

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from soak import soak
 
 from pace import bound
 from places import SUPPORT
@@ -72,9 +73,7 @@ def results(output):
     return [json.loads(found) for found in re.findall(r"^RESULT (.*)$", output, re.M)]
 
 
-@pytest.mark.parametrize(
-    "size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3, 4, 5))]
-)
+@pytest.mark.parametrize("size", [2, *map(soak, (1, 3, 4, 5))])
 def test_contract_of_communicators(mpirun, tmp_path, size):
     script = f"""
     import sys

@@ -8,7 +8,7 @@ import importlib.util
 import zipfile
 
 import pytest
-from scripts import with_prelude
+from scripts import PRELUDE, RUN_TESTS, with_prelude
 
 from places import ROOT
 from workers import Workers
@@ -175,33 +175,14 @@ def test_the_script_of_the_page(tmp_path):
 
 
 # Keras's own tests of these classes, which it skips unless its backend is JAX.
-_OWN = """
-import json
-import sys
-
-import pytest
-import tensorflow as tf
-import kerasdist
-
-cpu = tf.config.list_physical_devices("CPU")[0]
-parts = [tf.config.LogicalDeviceConfiguration()] * 8
-tf.config.set_logical_device_configuration(cpu, parts)
+_OWN = (
+    PRELUDE
+    + """
+logical_devices(8)
 kerasdist.enable_keras_distribution()
-
-
-class Outcomes(dict):
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed":
-            self[report.nodeid.split("::", 1)[-1]] = report.outcome
-
-
-outcomes = Outcomes()
-pytest.main(
-    [sys.argv[1], "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "/"],
-    [outcomes],
-)
-print("RESULT", json.dumps(outcomes))
 """
+    + RUN_TESTS
+)
 
 
 def test_keras_own(tmp_path):

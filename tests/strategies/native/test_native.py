@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE, long_fit
+from scripts import PRELUDE, long_fit, with_prelude
 from soak import soak
 
 import kerasdist
@@ -55,16 +55,12 @@ def test_contract_of_communicators(size):
     Workers(CONTRACT, size, deadline=250).run()
 
 
-SETUP = """
-import json, os, socket
-import tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
-import kerasdist
+SETUP = with_prelude("""
+import socket
+logical_devices(2)
 from kerasdist import RingStrategy, errors
 from kerasdist.strategies.native_communicator import Server
-"""
+""")
 
 
 @pytest.fixture(scope="module")
@@ -77,30 +73,23 @@ def test_it_needs_the_users_word_and_listens_at_the_tasks_address_only(session):
     """A stranger who reached the port on another address read and wrote all files."""
     results = session.run("""
 word = os.environ.pop("KERASDIST_ALLOW_OPEN_SERVERS")
-try:
-    RingStrategy(transport="native")
-except errors.ClusterError as error:
-    found = [str(error)]
+found = [refused(lambda: RingStrategy(transport="native"))]
 os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = word
 secret = os.environ.pop("KERASDIST_SECRET")
-try:
-    RingStrategy(transport="native", cluster={
-        "cluster": {"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]},
-        "task": {"type": "worker", "index": 0},
-    })
-except errors.ClusterError as error:
-    found.append([str(error), Server.address])
+other = {
+    "cluster": {"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]},
+    "task": {"type": "worker", "index": 0},
+}
+text = refused(lambda: RingStrategy(transport="native", cluster=other))
+found.append([text, Server.address])
 os.environ["KERASDIST_SECRET"] = secret
 strategy = RingStrategy(transport="native")
 port = int(Server.address.rpartition(":")[2])
 for ip in ("127.0.0.1", "127.0.0.2", "::1"):
-    try:
-        socket.create_connection((ip, port), timeout=1).close()
-        found.append(ip)
-    except OSError as error:
-        found.append(type(error).__name__)
+    error = error_of(lambda: socket.create_connection((ip, port), timeout=1).close())
+    found.append(error[0] if error else ip)
 strategy.communicator.barrier()
-print("RESULT", json.dumps(found))
+result(found)
 """)
     for text, (secret, address), *reached in results:
         assert secret.startswith("This job has no secret")
@@ -137,15 +126,12 @@ def step():
 found = third.experimental_local_results(step())
 operations = step.get_concrete_function().graph.get_operations()
 where = {op.device[-5:] for op in operations if op.type == "CollectiveReduceV2"}
-print("RESULT", json.dumps([[v.numpy().tolist() for v in found], sorted(where)]))
+result([[v.numpy().tolist() for v in found], sorted(where)])
 
 config = json.loads(os.environ["TF_CONFIG"])
 config["cluster"]["worker"].reverse()
 config["task"]["index"] = 1 - config["task"]["index"]
-try:
-    RingStrategy(cluster=config, transport="native")
-except errors.ClusterError as error:
-    print("RESULT", json.dumps(str(error)))
+result(refused(lambda: RingStrategy(cluster=config, transport="native")))
 assert second.communicator.all_reduce([1])[0] == 2
 """)
     other = "A process can be a worker of only one cluster with transport='native'"
@@ -171,11 +157,8 @@ except tf.errors.OpError as error:
     assert strategy.communicator.failure is not None
     assert isinstance(failure, errors.CollectiveMismatch), failure
     assert "Shape mismatch" in str(failure), failure
-    print("RESULT true")
-try:
-    strategy.communicator.barrier()
-except errors.CollectiveMismatch:
-    print("RESULT true")
+    result(True)
+result(error_of(strategy.communicator.barrier)[0] == "CollectiveMismatch")
 """)
     assert [worker.results for worker in finished] == [[True, True]] * 2
 

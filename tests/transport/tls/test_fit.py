@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from scripts import with_prelude
 
 from certificates import Authority
 from hosts import Hosts
@@ -7,10 +8,8 @@ from workers import Workers
 
 pytestmark = pytest.mark.netns
 
-SCRIPT = """
-import gc, json, os, socket, sys, time
-import keras
-import numpy as np
+SCRIPT = with_prelude("""
+import gc, socket
 from kerasdist import ParameterServerStrategy, RingStrategy
 
 def connections():
@@ -52,8 +51,8 @@ else:
             open(os.environ["LEFT"], "w").close()
         while not os.path.exists(os.environ["LEFT"]):
             time.sleep(0.01)
-print("RESULT", json.dumps(found))
-"""
+result(found)
+""")
 
 
 def test_a_fit_has_the_same_numbers(tmp_path):
