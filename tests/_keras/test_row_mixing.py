@@ -1,5 +1,3 @@
-"""Which functions of a batch compute each row by itself."""
-
 import keras
 import pytest
 import tensorflow as tf

@@ -1,5 +1,3 @@
-"""Functions of a SavedModel that was loaded in a strategy's scope."""
-
 import pytest
 from scripts import with_prelude
 
@@ -70,8 +68,7 @@ def test_they_can_be_called_in_the_scope(kinds, size, servers, tmp_path):
     """TensorFlow gives them placeholders there: "Trying to access a placeholder that is
     not supposed to be executed"."""
     args = [str(tmp_path), *kinds, "plain"]  # a server ends in the first one
-    with Workers(SCRIPT, size, args, deadline=120, servers=servers) as job:
-        workers = job.succeed()[:size]
+    workers = Workers(SCRIPT, size, args, deadline=120, servers=servers).run()[:size]
     for worker in workers:
         *others, (_, plain) = worker.results
         assert [kind for kind, _ in others] == list(kinds)

@@ -1,5 +1,3 @@
-"""Facts about objects of others are known by identity, for as long as those exist."""
-
 import gc
 import weakref
 

@@ -1,5 +1,3 @@
-"""Parts of batches for replicas in host memory, one after the other."""
-
 import pytest
 import tensorflow as tf
 

@@ -26,8 +26,8 @@ AT_LEAST = {"TwoDevices": 32, "OneDevice": 22, "Contract": 18, "OneObject": 4}
 )
 def test_all_that_mirrored_strategy_passes(classes):
     args, env = classes.split(), {"TF_CONFIG": None}
-    with Workers(_SCRIPT, 1, args, env=env, deadline=170, handover=False) as job:
-        outcomes = job.succeed()[0].result
+    job = Workers(_SCRIPT, 1, args, env=env, deadline=170, handover=False)
+    (outcomes,) = job.results()
     worse = {
         case: of["RingStrategy"]
         for case, of in outcomes.items()

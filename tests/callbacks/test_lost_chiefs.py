@@ -1,22 +1,14 @@
-"""All of kerasdist's callbacks in one `fit` that loses its chief, twice."""
-
 import itertools
 import json
 
 import pytest
+from scripts import with_prelude
 
 from board import Board, series, text
 from pace import bound
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(170)
-
-SCRIPT = """
-import json, os, signal, sys
-import keras
-import numpy as np
-import kerasdist
-
+SCRIPT = with_prelude("""
 os.chdir(os.environ["FOLDER"])
 strategy = kerasdist.RingStrategy(elastic=True, heartbeat_timeout=5)
 me = strategy.rank
@@ -45,12 +37,12 @@ model.fit(
     callbacks=[
         kerasdist.callbacks.BroadcastInitialState(), rate, board,
         kerasdist.callbacks.Timeline("trace.json", steps=(8, 14)), End()])
-print("RESULT", json.dumps({
+result({
     "steps": int(model.optimizer.iterations), "factor": rate.factor,
     "rate": float(keras.ops.convert_to_numpy(model.optimizer.learning_rate)),
-    "workers": board.figures and board.figures.workers}))
+    "workers": board.figures and board.figures.workers})
 strategy.close()
-"""
+""")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-"""Kinds of data; and gradients that are slices of a table."""
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

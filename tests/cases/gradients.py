@@ -1,5 +1,3 @@
-"""What scripts do with the gradients of their own steps, and optimizers with theirs."""
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

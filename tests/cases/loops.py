@@ -1,5 +1,3 @@
-"""`fit`'s loop, numbers of rows, optimizers, and what is made outside of the scope."""
-
 from collections.abc import Callable
 from typing import Any
 

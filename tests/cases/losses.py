@@ -1,5 +1,3 @@
-"""Losses, weights of samples, and metrics."""
-
 from collections.abc import Callable
 from typing import Any
 

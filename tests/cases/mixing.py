@@ -1,5 +1,3 @@
-"""Losses and metrics that compare, select, sort or normalize the rows of a batch."""
-
 from typing import Any
 
 import keras

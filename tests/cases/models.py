@@ -1,5 +1,3 @@
-"""Models, and steps of their own."""
-
 from typing import Any
 
 import keras

@@ -34,8 +34,6 @@ def mlp(features: int = 5, classes: int = 3, **last: Any) -> keras.Model:
 
 
 class Penalty(keras.layers.Layer):
-    """Adds to the loss a function of its inputs."""
-
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__()
         self.function = function

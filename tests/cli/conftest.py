@@ -1,5 +1,3 @@
-"""The launcher, for tests of its commands."""
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

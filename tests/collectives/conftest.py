@@ -1,5 +1,3 @@
-"""A group of each kind."""
-
 import numpy as np
 import pytest
 

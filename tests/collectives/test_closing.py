@@ -1,5 +1,3 @@
-"""A job that has failed gives back what it holds, also while a script keeps it."""
-
 import os
 
 import pytest

@@ -1,10 +1,5 @@
-"""The contract of communicators, on every implementation."""
-
 import ml_dtypes
 import numpy as np
-import pytest
-
-pytestmark = pytest.mark.timeout(60)
 
 INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -1,5 +1,3 @@
-"""How communicators take calls: in sequence, from threads, wrong ones, when closed."""
-
 import threading
 
 import numpy as np
@@ -17,8 +15,6 @@ from test_communicator import (
 from groups import KINDS, Group
 from kerasdist import errors
 from pace import bound
-
-pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -1,5 +1,3 @@
-"""What communicators do when ranks don't call the same, don't come, or give up."""
-
 import threading
 
 import numpy as np
@@ -9,8 +7,6 @@ from groups import Group, outcomes
 from kerasdist import errors
 from pace import bound
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
 
 # One group of each implementation.
 SOME = [("unix", 3), ("shared", 4), ("tcp", 3), ("aab", 3)]

@@ -1,5 +1,3 @@
-"""From a cluster to a connected job: the choice, and starts that end in the midst."""
-
 import contextlib
 import time
 
@@ -15,8 +13,6 @@ from kerasdist.transport import Timeouts
 from kerasdist.transport.rendezvous.startup import Session
 from pace import bound
 from workers import Workers
-
-pytestmark = pytest.mark.timeout(90)
 
 
 @pytest.fixture(autouse=True)
@@ -152,8 +148,7 @@ def lose(hosts, layout, lost, heartbeat=20.0):
         prefix=lambda rank: hosts.prefix(places[rank]),
         env={"HEARTBEAT": str(heartbeat)},
     ) as job:
-        for rank in range(len(layout)):
-            job.wait_for_line(rank, "LOOPING")
+        job.wait_for_lines("LOOPING", len(layout))
         lost(job)
         workers = job.wait()
     transport = "tcp" if len(set(layout)) == len(layout) else "hierarchical"

@@ -1,5 +1,3 @@
-"""Slices of tables to all ranks, in one exchange, on every kind of group."""
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,8 +6,6 @@ from test_communicator import same_bytes
 from groups import Group
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.errors import CollectiveMismatch
-
-pytestmark = pytest.mark.timeout(60)
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TABLES = [

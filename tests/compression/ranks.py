@@ -74,7 +74,6 @@ class Job:
         self.sent = 0
 
     def step(self, gradients):
-        """Reduce each rank's gradients; return the sums, which are those of all."""
         results = self.ranks.run(
             lambda rank, all_reduce, all_gather: self.compressor.reduce(
                 gradients[rank], self.memories[rank], all_reduce, all_gather

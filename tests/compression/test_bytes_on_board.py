@@ -1,15 +1,10 @@
-"""The scaling board shows what compression saves, and what isn't sent yet."""
-
 import pytest
+from scripts import with_prelude
 
 from board import Board, series
 from workers import Workers
 
-SCRIPT = """
-import json, os
-import keras
-import numpy as np
-import kerasdist
+SCRIPT = with_prelude("""
 from kerasdist.callbacks import ScalingTensorBoard
 
 x = np.random.default_rng(0).normal(size=(64, 40)).astype("float32")
@@ -20,13 +15,13 @@ with strategy.scope():
     model.compile("sgd", "mse")
 board = ScalingTensorBoard(os.environ["FOLDER"])
 model.fit(x, x[:, :1], batch_size=16, epochs=3, verbose=0, callbacks=[board])
-print("RESULT", json.dumps(board.figures and dict(board.figures.compression)))
-"""
+result(board.figures and dict(board.figures.compression))
+""")
 
 
 def test_bytes_before_and_after_and_the_norm_of_the_rest(tmp_path):
-    with Workers(SCRIPT, 2, env={"FOLDER": str(tmp_path)}, deadline=90) as job:
-        figures = job.succeed()[0].result
+    env = {"FOLDER": str(tmp_path)}
+    figures, _ = Workers(SCRIPT, 2, env=env, deadline=90).results()
     # One matrix as two thin ones of two columns; the rest is sent as it is.
     rest = 30 + 30 + 1
     assert figures["bytes_before"] == 4 * (40 * 30 + rest)

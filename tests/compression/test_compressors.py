@@ -32,7 +32,6 @@ def lstm():
 
 
 def bytes_of(compressor, shapes):
-    """The bytes of one step of one rank."""
     given = [tf.zeros(shape) for shape in shapes]
     memory = compressor.init(shapes)
     return compressor.reduce(given, memory, lambda each: list(each), lambda t: t)[2]

@@ -1,5 +1,3 @@
-"""What holds for every compressor."""
-
 import numpy as np
 import pytest
 import tensorflow as tf

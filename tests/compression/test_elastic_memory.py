@@ -1,29 +1,20 @@
-"""What compressors keep in a job that loses a worker: theirs is lost, no other's."""
-
 import signal
 
 import pytest
+from scripts import with_prelude
 from soak import soak
 
 from workers import Workers
 
 # The third worker gets no row, so that its memory is zero: what is lost with it changes
 # no number. It dies between two steps, or in the midst of one.
-SCRIPT = """
-import json, logging, os, signal, time
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+SCRIPT = with_prelude("""
 from kerasdist.collectives.checked import CheckedCommunicator
 
 random = np.random.default_rng(0)
 x = random.normal(size=(12, 8)).astype("float32")
 y = (x @ random.normal(size=(8, 3))).astype("float32")
-lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
-handler.emit = lambda record: lines.append(record.getMessage())
-logger.addHandler(handler)
-logger.setLevel(logging.INFO)
+lines = lines_said()
 given = os.environ["COMPRESSION"]
 compression = kerasdist.TopK(0.1, momentum=0.5) if given == "topk" else given
 strategy = kerasdist.RingStrategy(
@@ -64,12 +55,12 @@ CheckedCommunicator.all_gather = counted(CheckedCommunicator.all_gather)
 
 model.fit(x, y, batch_size=2, epochs=2, verbose=0, shuffle=False, callbacks=[Steps()])
 kept = strategy.extended.workers.memories.variables
-print("RESULT", json.dumps({
+result({
     "weights": [w.tolist() for w in model.get_weights()],
     "kept": sum(float(np.abs(v.numpy()).sum()) for v in kept),
     "lines": [line for line in lines if "hadn't sent" in line],
-}))
-"""
+})
+""")
 
 
 @pytest.mark.timeout(200)

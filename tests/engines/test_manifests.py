@@ -1,5 +1,3 @@
-"""The manifests in examples/: schemas and commands; lint of the Dockerfile."""
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from hosts import Hosts
 from kerasdist.cluster import resolve
 from pace import bound
 from places import ROOT, TESTS
-from workers import python_env
+from workers import output_of, python_env
 
 BIN = ROOT / ".venv-manifests" / "bin"
 EXAMPLES = ROOT / "examples"
@@ -50,15 +48,8 @@ def found(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         assert old in text
         paths.append(folder / f"fault-{i}.yaml")
         paths[-1].write_text(text.replace(old, new))
-    done = subprocess.run(
-        [tools / "python", TESTS / "engines" / "validate.py", *MANIFESTS, *paths],
-        capture_output=True,
-        text=True,
-        timeout=bound(120),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    script = TESTS / "engines" / "validate.py"
+    return output_of(tools / "python", script, *MANIFESTS, *paths).splitlines()
 
 
 @pytest.mark.soak

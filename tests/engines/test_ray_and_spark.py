@@ -26,7 +26,6 @@ BIN = ROOT / ".venv-engines" / "bin"
 
 
 def need_package(name: str) -> None:
-    """Skip the test if the environment of `make engines` doesn't have a package."""
     found = list(BIN.parent.glob(f"lib/python3*/site-packages/{name}/__init__.py"))
     if not found:
         pytest.skip(f"{name} isn't installed (make engines)")
@@ -36,7 +35,6 @@ def need_package(name: str) -> None:
 def running(
     *command: str | Path, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a command in that environment; whatever it has started ends with it."""
     tag = secrets.token_hex(8)
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     process = subprocess.Popen(

@@ -1,5 +1,3 @@
-"""kerasdist.layers: layers over several devices are the plain ones in all but place."""
-
 import devices
 import pytest
 from devices import begin

@@ -1,5 +1,3 @@
-"""The benchmarks' scripts still work, with the smallest sizes and without peers."""
-
 import json
 import runpy
 import sys

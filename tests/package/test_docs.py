@@ -1,5 +1,3 @@
-"""What the documentation says is so: links, code, commands, settings, messages."""
-
 import functools
 import json
 import os
@@ -89,8 +87,7 @@ def change() -> tuple[str, str]:
 
 
 def trained(script: Path, size: int) -> list[str]:
-    with Workers(script, size, deadline=150) as job:
-        return [finished.output for finished in job.succeed()]
+    return [finished.output for finished in Workers(script, size, deadline=150).run()]
 
 
 def test_the_change_to_a_script(tmp_path):
@@ -124,8 +121,7 @@ def test_the_script_of_a_migration_trains_and_saves(page, tmp_path):
     _, after = blocks(read(f"docs/{page}"), "python")
     script = f"import os\n\nos.chdir({str(tmp_path)!r})\n{after}"
     servers = 1 if "ParameterServerStrategy" in after else 0
-    with Workers(script, 2, servers=servers, deadline=150) as job:
-        job.succeed()
+    Workers(script, 2, servers=servers, deadline=150).run()
     assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 
@@ -257,7 +253,6 @@ def test_the_message_of_wrong_settings():
 
 
 def pod_lines() -> str:
-    """The lines of the manifest that a shell runs in each pod."""
     (text,) = re.findall(r"^ *- \|\n(.*?)^ *- sh", MANIFEST.read_text(), re.M | re.S)
     return textwrap.dedent(text)
 

@@ -1,5 +1,3 @@
-"""The tree of exceptions, and how they cross process boundaries."""
-
 import copy
 import pickle
 import re

@@ -1,5 +1,3 @@
-"""The examples do what they say."""
-
 import json
 import re
 import sys
@@ -13,11 +11,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def trained(script: str, *args: str, size: int = 1, servers: int = 0) -> str:
-    """What the workers of an example print, one after the other."""
-    with Workers(
-        EXAMPLES / script, size, args=args, servers=servers, deadline=150
-    ) as job:
-        return "".join(finished.output for finished in job.succeed()[:size])
+    job = Workers(EXAMPLES / script, size, args, servers=servers, deadline=150)
+    return "".join(finished.output for finished in job.run()[:size])
 
 
 def accuracy(output: str) -> float:

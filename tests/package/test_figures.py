@@ -1,5 +1,3 @@
-"""Figures of README and docs are those that the benchmarks have printed."""
-
 import sys
 
 import pytest

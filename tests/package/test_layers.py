@@ -65,8 +65,6 @@ SEAMS = {"tensorflow.python": "tf seam", "keras.src": "keras seam"}
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module."""
-
     name: str
     line: int
     when: str  # "eager"; "lazy" inside a function; "types" for a type checker only

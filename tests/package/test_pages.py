@@ -91,8 +91,6 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page."""
-
     language: str
     text: str
     marks: dict[str, str]  # by their names
@@ -197,7 +195,6 @@ def test_what_a_page_tells_to_type(page, tmp_path):
 
 
 def not_run() -> list[str]:
-    """The blocks that aren't run, with the reasons."""
     return [
         f"{page}, line {block.line}: {block.marks['not run']}"
         for page in PAGES

@@ -153,7 +153,6 @@ def tags() -> list[str]:
 
 
 def formats() -> Iterator[str]:
-    """Versions and marks of what is sent and kept."""
     for path in sorted(LIBRARY, key=lambda path: path.name):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):

@@ -1,5 +1,3 @@
-"""The documentation site: it is built, and its start page is looked at in a browser."""
-
 import contextlib
 import functools
 import html
@@ -51,7 +49,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """Serve a folder; yield its address."""
     handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = False  # closing waits for them
@@ -79,7 +76,6 @@ def test_pages_link_to_files_and_show_arguments(site):
     assert described in page
 
 
-@pytest.mark.timeout(170)
 def test_the_start_page_in_a_browser(site, tmp_path):
     """Wide and narrow it fits, shows its picture, and needs nothing from outside."""
     need_browser()

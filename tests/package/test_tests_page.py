@@ -1,5 +1,3 @@
-"""The table of real tests is true: each test that it names runs in `make test`."""
-
 import ast
 import re
 

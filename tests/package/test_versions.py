@@ -1,5 +1,3 @@
-"""`make test-versions` tests the versions that pyproject.toml declares."""
-
 import itertools
 import re
 import tomllib

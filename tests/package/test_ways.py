@@ -1,5 +1,3 @@
-"""The pages that follow a gradient, a batch and a failure through the functions."""
-
 import pytest
 
 from places import ROOT, SCRIPTS_PATH
@@ -41,11 +39,10 @@ def test_a_way_is_short_and_leads_through_functions_that_are_there(names):
 
 def test_the_ways_of_a_gradient_and_a_batch(tmp_path):
     """Functions of a gradient call each other; those of a batch follow each other."""
-    with Workers(
+    for worker in Workers(
         SCRIPT, 2, args=[str(tmp_path)], env={"TESTS": SCRIPTS_PATH}
-    ) as workers:
-        for worker in workers.succeed():
-            begun = [x.removeprefix("begin ") for x in worker.result if "begin" in x]
-            assert [name for name in dict.fromkeys(begun) if name in BATCH] == BATCH
-            nested = "\n".join(f"begin {name}" for name in GRADIENT)
-            assert nested in "\n".join(worker.result)
+    ).run():
+        begun = [x.removeprefix("begin ") for x in worker.result if "begin" in x]
+        assert [name for name in dict.fromkeys(begun) if name in BATCH] == BATCH
+        nested = "\n".join(f"begin {name}" for name in GRADIENT)
+        assert nested in "\n".join(worker.result)

@@ -1,5 +1,3 @@
-"""sdist and wheel hold what they should, and the wheel works by itself."""
-
 import re
 import shutil
 import subprocess
@@ -66,7 +64,6 @@ def install(folder, *what, cwd):
 
 @pytest.fixture(scope="module")
 def tracked():
-    """The paths of the repository's files, as text."""
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout, to know what belongs to the repository")
     # A checkout of somebody else's is refused by git unless told otherwise.
@@ -97,7 +94,6 @@ def dist(source, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(dist, tmp_path_factory):
-    """The bin folder of a virtual environment with the wheel in it."""
     folder = tmp_path_factory.mktemp("venv")
     return install(folder, str(dist / WHEEL), cwd=folder)
 

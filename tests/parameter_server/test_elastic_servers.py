@@ -1,9 +1,8 @@
-"""Real workers that servers connect continue when workers or servers are lost."""
-
 import signal
 
 import pytest
 from elastic_members import check, start
+from soak import soak
 
 from pace import bound
 
@@ -45,12 +44,11 @@ def test_a_lost_worker_joins_again():
 
 @pytest.mark.parametrize(
     ("signum", "victim"),
-    [(KILL, 3), pytest.param(signal.SIGSTOP, 2, marks=pytest.mark.soak)],
+    [(KILL, 3), soak(signal.SIGSTOP, 2)],
 )
 def test_the_other_servers_go_on_without_a_lost_one(signum, victim):
     with start(2, 3, waits=10, until="change", heartbeat=bound(0.5)) as job:
-        for rank in (0, 1):
-            job.wait_for_line(rank, "WAITS")
+        job.wait_for_lines("WAITS", 2)
         job.kill(victim, signum)
         for rank in (0, 1):
             finished = job.wait_one(rank)
@@ -68,8 +66,7 @@ def test_the_other_servers_go_on_without_a_lost_one(signum, victim):
 
 def test_without_a_server_the_job_ends():
     with start(2, 1, waits=10, until="change") as job:
-        for rank in (0, 1):
-            job.wait_for_line(rank, "WAITS")
+        job.wait_for_lines("WAITS", 2)
         job.kill(2)
         for rank in (0, 1):
             name, text = job.wait_one(rank).result["error"]

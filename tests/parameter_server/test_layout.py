@@ -1,5 +1,3 @@
-"""Layouts: everything is somewhere once, bytes are even, all tasks agree."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

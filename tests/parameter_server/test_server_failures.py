@@ -1,15 +1,9 @@
-"""Real processes of workers and servers are killed, stopped and started again."""
-
 import json
 import signal
-
-import pytest
 
 from pace import bound
 from servers import ServerProcesses
 from workers import FULL_STDERR
-
-pytestmark = pytest.mark.timeout(120)
 
 # The workers go on until somebody is lost, and 20 steps more.
 UNTIL_LOST = """

@@ -1,5 +1,3 @@
-"""A server is killed and started again: it goes on, and so do the workers."""
-
 import numpy as np
 import pytest
 
@@ -8,8 +6,6 @@ from kerasdist.parameter_server.snapshots import path_of, read_snapshot
 from pace import bound
 from servers import ServerProcesses, Servers
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_collective_that_was_under_way_is_done_by_the_restarted_server(tmp_path):
@@ -133,9 +129,7 @@ def test_two_jobs_at_once_cannot_have_one_snapshot_dir(tmp_path):
             assert f"process {job.processes[1].pid} on" in message
         assert path_of(str(tmp_path), 0).exists()
         # Its own server comes back, though a child of the one before lives.
-        job.kill(1)
-        job.wait_one(1)
-        job.start_again(1)
+        job.restart(1)
         job.wait_for_line(1, "LISTENING")
         (tmp_path / "end").touch()
         assert job.wait_one(0).result == ["ok", True]

@@ -1,5 +1,3 @@
-"""Settings: all faults at once, what tasks compare, and what can't be connected."""
-
 import re
 
 import pytest

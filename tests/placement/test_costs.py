@@ -1,5 +1,3 @@
-"""What layers cost at a batch size and a number of micro-batches."""
-
 import pytest
 
 from kerasdist.placement.partition import LayerCost, ModelCost, Run, TensorCost

@@ -5,8 +5,6 @@ from kerasdist.placement.micro_batch_order import find_next, find_visits
 
 
 class Graph:
-    """Operations in the order in which they are made."""
-
     def __init__(self):
         self.nodes = []
         self.marks = {}

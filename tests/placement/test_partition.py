@@ -1,5 +1,3 @@
-"""The cut is the best one: compared with all cuts there are."""
-
 import itertools
 import time
 

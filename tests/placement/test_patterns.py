@@ -1,5 +1,3 @@
-"""Patterns of layer paths: what they match, and which of them counts."""
-
 import pytest
 
 from kerasdist.placement.patterns import Match, Patterns

@@ -1,5 +1,3 @@
-"""GPipe's schedule, its bubble, and its picture."""
-
 from kerasdist.placement.micro_batch_order import Pipeline
 
 

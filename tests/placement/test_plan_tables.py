@@ -1,5 +1,3 @@
-"""Plans, their tables, and what they say when nothing fits."""
-
 import dataclasses
 import pickle
 import re
@@ -78,7 +76,6 @@ def test_a_smaller_batch_more_micro_batches_and_rematerialization():
 
 
 def whole(*megabytes: float, **values: float) -> ModelCost:
-    """A chain of layers with so many weights."""
     return ModelCost.chain(
         [
             LayerCost(

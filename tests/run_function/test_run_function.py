@@ -1,5 +1,3 @@
-"""`kerasdist.run`: real launchers and workers, which don't need TensorFlow."""
-
 import functools
 import importlib.util
 import os

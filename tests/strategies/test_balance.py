@@ -1,5 +1,3 @@
-"""Rows by measured speed: the numbers are those of one process with any division."""
-
 import math
 
 import keras
@@ -7,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts import with_prelude
 
 from kerasdist.strategies.balance import cuts_of, shares_of, speeds_of
 from kerasdist.strategies.data.batch_split import bounds_of_replica, own_rows
@@ -68,13 +67,7 @@ def test_a_spike_counts_half_and_a_missing_measurement_changes_nothing():
 
 # Two real workers, of which the second one is faster.
 
-SCRIPT = """
-import json, logging, time
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
-
+SCRIPT = with_prelude("""
 rows = np.random.default_rng(0).normal(size=(130, 6)).astype("float32")
 sums = rows.sum(1, keepdims=True)
 
@@ -87,12 +80,6 @@ class Slow(keras.layers.Layer):
         y = tf.numpy_function(wait, [x], x.dtype)
         return x + 0 * tf.stop_gradient(tf.reshape(y, tf.shape(x)))
 
-class Items(keras.utils.PyDataset):
-    def __len__(self):
-        return 5
-    def __getitem__(self, i):
-        return rows[i * 30 :][:30], sums[i * 30 :][:30]
-
 def dataset():
     return tf.data.Dataset.from_tensor_slices((rows, sums))
 
@@ -101,7 +88,7 @@ KINDS = {
                            sample_weight=np.linspace(0, 1, 130)),
     "dataset": lambda: dict(x=dataset().batch(30)),
     "own rows": lambda: dict(x=dataset().map(lambda a, b: (a * 1, b)).batch(30)),
-    "items": lambda: dict(x=Items(), shuffle=False),
+    "items": lambda: dict(x=Batches(30, rows, sums), shuffle=False),
 }
 
 def train(kind):
@@ -128,13 +115,10 @@ def train(kind):
     return found
 
 seen, slowest = [], 0
-"""
+""")
 
 JOB = """
-lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
-handler.emit = lambda record: lines.append(record.getMessage())
-logger.addHandler(handler)
-logger.setLevel(logging.INFO)
+lines = lines_said()
 strategy = kerasdist.RingStrategy(balance="measured", timeout=60)
 results = {kind: train(kind) for kind in KINDS}
 slowest = 1
@@ -146,21 +130,18 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse", jit_compile=True)
 model.fit(rows, sums, batch_size=65, epochs=3, verbose=0)
-print("RESULT", json.dumps(results | {"lines": lines}))
+result(results | {"lines": lines})
 """
 ALONE = """
 strategy = tf.distribute.get_strategy()
-print("RESULT", json.dumps({kind: train(kind) for kind in KINDS}))
+result({kind: train(kind) for kind in KINDS})
 """
 
 
 @pytest.fixture(scope="module")
 def results():
-    with Workers(SCRIPT + JOB, 2, deadline=150) as job:
-        finished = job.succeed()
-    with Workers(SCRIPT + ALONE, 1, deadline=100, env={"TF_CONFIG": None}) as job:
-        alone = job.succeed()
-    return [each.result for each in finished], alone[0].result
+    alone = Workers(SCRIPT + ALONE, 1, deadline=100, env={"TF_CONFIG": None})
+    return Workers(SCRIPT + JOB, 2, deadline=150).results(), *alone.results()
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dataset", "own rows", "items"])

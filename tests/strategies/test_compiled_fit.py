@@ -1,27 +1,17 @@
-"""`fit` with `jit_compile=True`: the numbers of plain Keras that compiles."""
-
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scripts import with_prelude
 from soak import soak
 
 from kerasdist._keras.unscoped_models import make_compiled
 from workers import Workers
 
-SCRIPT = """
-import json, os, sys
-import tensorflow as tf
+SCRIPT = with_prelude("""
 devices = int(os.environ["DEVICES"])
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * devices,
-)
-import contextlib
-import keras, kerasdist
-import numpy as np
-
+logical_devices(devices)
 options = json.loads(os.environ["OPTIONS"])
 strategy = getattr(kerasdist, os.environ["STRATEGY"])(
     devices=[f"CPU:{i}" for i in range(devices)], timeout=60, **options
@@ -58,8 +48,8 @@ def train(scope):
 ours = train(strategy.scope())
 # One is enough, and compiling takes long.
 plain = train(contextlib.nullcontext()) if strategy.rank == 0 else None
-sys.stdout.write("\\nRESULT " + json.dumps([ours, plain]) + "\\n")
-"""
+result([ours, plain])
+""")
 
 
 @pytest.mark.timeout(240)
@@ -85,8 +75,7 @@ def test_the_numbers_are_those_of_plain_keras_compiled(
         "OPTIONS": json.dumps(options),
         "ROWS": str(rows),
     }
-    with Workers(SCRIPT, workers, servers=servers, env=env, deadline=200) as job:
-        results = [worker.result for worker in job.succeed()[:workers]]
+    results = Workers(SCRIPT, workers, servers=servers, env=env, deadline=200).results()
     plain = results[0][1]
     for ours, _ in results:
         assert ours == results[0][0]

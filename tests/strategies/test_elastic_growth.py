@@ -1,8 +1,7 @@
-"""A job that begins with some of its workers, and grows in `fit`."""
-
 import numpy as np
 import pytest
 from elastic_jobs import elastic_script
+from soak import soak
 
 from workers import Workers
 
@@ -55,15 +54,12 @@ print("RESULT", json.dumps([
 """)
 
 
-@pytest.mark.parametrize(
-    ("start", "size"), [(1, 2), pytest.param(2, 3, marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("start", "size"), [(1, 2), soak(2, 3)])
 def test_the_numbers_are_those_of_one_process(tmp_path, start, size):
     args = [str(start), str(size), str(tmp_path)]
-    with Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}) as job:
-        expected, weights, _, _, rate, _ = job.succeed()[0].result
-    with Workers(SCRIPT, size, args, handover=False, deadline=150.0) as job:
-        finished = job.succeed()
+    (alone,) = Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}).results()
+    expected, weights, _, _, rate, _ = alone
+    finished = Workers(SCRIPT, size, args, handover=False, deadline=150.0).run()
     for each in finished:
         history, found, sizes, last, found_rate, local = each.result
         # Before it has joined, a worker sees the size with which the others started.

@@ -1,5 +1,3 @@
-"""A worker that is started again joins a running `fit`: numbers of one process."""
-
 import signal
 
 import numpy as np
@@ -40,15 +38,12 @@ class Scaled(keras.layers.Layer):
 with strategy.scope():
     model = classifier(strategy, Scaled(), metrics=["accuracy", Rows()])
 
-class Items(keras.utils.PyDataset):
+class Items(Batches):
     scale = 1.0
 
-    def __len__(self):
-        return 8
-
     def __getitem__(self, number):
-        rows = slice(32 * number, 32 * number + 32)
-        return x[rows] * self.scale, y[rows]
+        rows, labels = super().__getitem__(number)
+        return rows * self.scale, labels
 
     def on_epoch_end(self):
         self.scale *= 0.9
@@ -92,10 +87,7 @@ def drawn():
 
 def pairs(seed):
     rows = tf.data.Dataset.from_tensor_slices((x, y))
-    # Its thread may sleep for a minute when the process ends.
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return rows.shuffle(250, seed=seed).batch(32).with_options(options)
+    return untuned(rows.shuffle(250, seed=seed).batch(32))
 
 checks = tf.data.Dataset.from_tensor_slices((x[:50], y[:50])).shuffle(50).batch(16)
 data = {
@@ -103,7 +95,9 @@ data = {
     "endless": lambda: dict(
         x=pairs(3).repeat(), steps_per_epoch=5, validation_data=checks
     ),
-    "items": lambda: dict(x=Items(workers=2), validation_data=Items(workers=0)),
+    "items": lambda: dict(
+        x=Items(32, x, y, workers=2), validation_data=Items(32, x, y, workers=0)
+    ),
     "unknown": lambda: dict(x=pairs(3).filter(lambda a, b: tf.constant(True))),
     "own": lambda: dict(x=x[me::2], y=y[me::2], batch_size=16),
     "drawn": lambda: dict(x=tf.data.Dataset.from_generator(
@@ -123,9 +117,7 @@ callbacks = [
 history = model.fit(**data, epochs=6, verbose=0, callbacks=callbacks)
 found = [history.epoch, lists(history.history), pace.begun, pace.epochs]
 assert (pace.mine, pace.rank) == (f"rank {me}", me)
-print("RESULT", json.dumps([
-    found, whole(model), strategy.size, int(model.optimizer.iterations.numpy()),
-]))
+result([found, whole(model), strategy.size, int(model.optimizer.iterations.numpy())])
 """)
 
 
@@ -137,8 +129,7 @@ def undisturbed(kind):
     size = 2 if kind in ("items", "unknown") else 1
     env = {} if size == 2 else {"TF_CONFIG": None}
     arguments = ["-1", kind, str(size)]
-    with Workers(SCRIPT, size, arguments, env=env, deadline=120.0) as job:
-        return job.succeed()[0].result
+    return Workers(SCRIPT, size, arguments, env=env, deadline=120.0).run()[0].result
 
 
 def joined(kind, victim, servers=0):
@@ -153,7 +144,6 @@ def joined(kind, victim, servers=0):
 
 
 def flat(value):
-    """Return all numbers of nested lists and dictionaries."""
     if isinstance(value, dict):
         value = [value[name] for name in sorted(value)]
     if isinstance(value, list):

@@ -210,8 +210,7 @@ def plain(options, folder):
     if key not in _plain:
         path = folder / "plain"
         env = {"TESTS": SCRIPTS_PATH, "OPTIONS": key, "PLAIN": "1", "TF_CONFIG": None}
-        with Workers(RUN, 1, args=[str(path)], env=env, handover=False) as job:
-            job.succeed()
+        Workers(RUN, 1, args=[str(path)], env=env, handover=False).run()
         _plain[key] = pickle.loads(Path(f"{path}0").read_bytes())
     return _plain[key]
 
@@ -259,8 +258,7 @@ def test_a_lost_server_changes_no_number(tmp_path):
         "STRATEGY": "ParameterServerStrategy",
     }
     with Workers(RUN, 2, [str(path)], env, deadline=120, servers=2) as job:
-        for rank in (0, 1):
-            job.wait_for_line(rank, "GOING")
+        job.wait_for_lines("GOING", 2)
         job.kill(3)
         left = [job.wait_one(task) for task in (0, 1, 2)]
     assert [each.returncode for each in left] == [0, 0, 0], left[0].output

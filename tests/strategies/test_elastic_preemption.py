@@ -1,5 +1,3 @@
-"""`fit` on SIGTERM to workers: they leave, and the numbers are those of one process."""
-
 import json
 import re
 import signal
@@ -23,40 +21,27 @@ kind = os.environ.get("KIND", "arrays")
 create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
 options = {}
 if "several" in kind:
-    tf.config.set_logical_device_configuration(
-        tf.config.list_physical_devices("CPU")[0],
-        [tf.config.LogicalDeviceConfiguration()] * 2,
-    )
+    logical_devices(2)
     options["devices"] = ["CPU:0", "CPU:1"]
 strategy = create(elastic=True, timeout=60, startup_timeout=60, **options)
 model = classifier(
     strategy, units=units, steps_per_execution=4 if "executions" in kind else 1
 )
 
-class Items(keras.utils.PyDataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, number):
-        rows = slice(32 * number, 32 * number + 32)
-        return x[rows], y[rows]
-
 def generated():
     while True:
-        yield from (Items()[number] for number in range(8))
+        yield from (Batches(32, x, y)[number] for number in range(8))
 
 def pairs():
     rows = tf.data.Dataset.from_tensor_slices((x, y))
-    options = tf.data.Options()
-    options.autotune.enabled = False
     # Whose last batch has fewer rows than there are replicas.
-    return rows.shuffle(250, seed=3).take(225).batch(32).with_options(options)
+    return untuned(rows.shuffle(250, seed=3).take(225).batch(32))
 
 data = {
     "arrays": lambda: dict(x=x, y=y, batch_size=32),
     "several": lambda: dict(x=pairs()),
     "several executions": lambda: dict(x=pairs().repeat(), steps_per_epoch=8),
-    "items": lambda: dict(x=Items(workers=2), shuffle=True),
+    "items": lambda: dict(x=Batches(32, x, y, workers=2), shuffle=True),
     "unknown": lambda: dict(x=pairs().filter(lambda a, b: tf.constant(True))),
     "generator": lambda: dict(x=generated(), steps_per_epoch=8),
 }[kind]()

@@ -95,7 +95,6 @@ class Losses:
                 self._job.start_again(rank)
 
     def kill(self):
-        """Kill one worker or several, so that a member remains."""
         ranks = self._draw.sample(range(SIZE), self._draw.choice([1, 1, 1, 2, 3]))
         for rank in ranks:
             if self.members() - {rank} and self._job.is_running(rank):
@@ -159,8 +158,8 @@ def test_a_long_fit(tmp_path):
     print(dict(counts), "steps:", steps)
     assert all(each == found[0] for each in found)
     alone = [f"{tmp_path}/none", str(len(history["loss"]))]
-    with Workers(SCRIPT, 1, alone, env={"TF_CONFIG": None}, deadline=600.0) as job:
-        expected = job.succeed()[0].result
+    env = {"TF_CONFIG": None}
+    (expected,) = Workers(SCRIPT, 1, alone, env=env, deadline=600.0).results()
     assert steps == expected[2]
     near = {"rtol": 1e-4, "atol": 1e-5}
     for name, values in expected[0].items():

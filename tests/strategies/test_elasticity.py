@@ -1,5 +1,3 @@
-"""The options of an elastic job, and what is refused with it."""
-
 import pytest
 
 import kerasdist

@@ -1,20 +1,15 @@
-"""Local steps: oracles, what is sent, and what the rest of Keras sees."""
-
 import keras
 import numpy as np
 import pytest
+from scripts import with_prelude
 
 import kerasdist
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(400)
 
-SCRIPT = """
-import json, os, tempfile
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+SCRIPT = with_prelude("""
+import tempfile
 from kerasdist.collectives.checked import CheckedCommunicator
 
 sent = 0
@@ -111,18 +106,14 @@ results["by batch"] = [before, float(np.float64(m.get_weights()[0]).sum())]
 m.fit(x[:64], y[:64], verbose=2)
 with strategy.scope():
     m.compile(keras.optimizers.SGD(0.1), "mse", steps_per_execution=2)
-try:
-    m.fit(x, y, batch_size=64, verbose=0)
-except ValueError as error:
-    results["refused"] = str(error)
-print("RESULT", json.dumps(results), flush=True)
-"""
+results["refused"] = refused(lambda: m.fit(x, y, batch_size=64, verbose=0))
+result(results)
+""")
 
 
 @pytest.fixture(scope="module")
 def jobs():
-    with Workers(SCRIPT, 2, deadline=200) as job:
-        ended = job.succeed()
+    ended = Workers(SCRIPT, 2, deadline=200).run()
     return [finished.result | {"lines": finished.output} for finished in ended]
 
 

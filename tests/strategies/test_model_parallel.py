@@ -1,5 +1,3 @@
-"""`ModelParallelStrategy`: what it is given, and what it refuses."""
-
 import textwrap
 
 import pytest

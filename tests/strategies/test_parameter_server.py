@@ -8,17 +8,14 @@ import json
 import re
 import signal
 import socket
-import textwrap
 import threading
 
 import pytest
-from scripts import long_fit
+from scripts import long_fit, with_prelude
 from soak import soak
 
 import kerasdist
 from workers import Workers, free_ports
-
-pytestmark = pytest.mark.timeout(120)
 
 script_of = functools.partial(long_fit, "ParameterServerStrategy")
 
@@ -99,7 +96,7 @@ def test_servers_serve_until_all_workers_have_finished_and_end_well():
     script += """
 def gathered(strategy):
     found = strategy.communicator.all_gather(np.int64(strategy.rank))
-    print("RESULT", json.dumps([int(each[0]) for each in found]))
+    result([int(each[0]) for each in found])
 
 same = {"timeout": 40, "startup_timeout": 60, "heartbeat_timeout": 30.0}
 with kerasdist.ParameterServerStrategy(**same) as second:
@@ -107,10 +104,8 @@ with kerasdist.ParameterServerStrategy(**same) as second:
 gathered(strategy)
 third = kerasdist.ParameterServerStrategy("async", max_staleness=3, **same)
 gathered(third)
-try:
-    gathered(strategy)
-except kerasdist.errors.TransportClosed:
-    third.close()
+assert error_of(lambda: gathered(strategy))[0] == "TransportClosed"
+third.close()
 fourth = kerasdist.ParameterServerStrategy(initial_state="broadcast", **same)
 gathered(fourth)
 # Half of 4 MB is for each server.
@@ -139,14 +134,10 @@ print("RESULT", total.max())
 
 
 def test_servers_of_an_elastic_job_serve_all_strategies_of_a_script():
-    script = """
-import json
-import numpy as np
-import kerasdist
-
+    script = with_prelude("""
 def gathered(strategy):
     found = strategy.communicator.all_gather(np.int64(strategy.rank))
-    print("RESULT", json.dumps([int(each[0]) for each in found]))
+    result([int(each[0]) for each in found])
 
 def strategy():
     return kerasdist.ParameterServerStrategy(elastic=True, heartbeat_timeout=10)
@@ -157,13 +148,9 @@ second, third = strategy(), strategy()
 gathered(second)
 gathered(third)
 gathered(second)
-try:
-    kerasdist.ParameterServerStrategy(elastic=False)
-except kerasdist.errors.ClusterError as error:
-    print("RESULT", json.dumps(str(error)))
-"""
-    with Workers(script, 2, servers=2, deadline=90) as job:
-        finished = job.succeed()
+result(refused(lambda: kerasdist.ParameterServerStrategy(elastic=False)))
+""")
+    finished = Workers(script, 2, servers=2, deadline=90).run()
     for worker in finished[:2]:
         *gathered, message = worker.results
         assert gathered == [[0, 1]] * 4
@@ -185,8 +172,7 @@ except kerasdist.errors.ClusterError as error:
 def test_who_is_lost_is_named_by_all_others(lost, fault):
     script = script_of(heartbeat=30.0 if fault == signal.SIGKILL else 3.0)
     with Workers(script, 2, servers=2, deadline=100) as job:
-        for rank in range(2):
-            job.wait_for_line(rank, "training")
+        job.wait_for_lines("training", 2)
         job.kill(lost, fault)
         workers = [job.wait_one(rank) for rank in range(2) if rank != lost]
         servers = [job.wait_one(task) for task in (2, 3) if task != lost]
@@ -210,20 +196,12 @@ def test_who_is_lost_is_named_by_all_others(lost, fault):
 
 
 def test_a_strategy_after_one_that_an_error_closed():
-    script = """
-    import json
-    import kerasdist
-    try:
-        with kerasdist.ParameterServerStrategy():
-            raise RuntimeError("a mistake")
-    except RuntimeError:
-        pass
-    try:
-        kerasdist.ParameterServerStrategy(startup_timeout=2)
-    except kerasdist.errors.ClusterError as error:
-        print("RESULT", json.dumps(str(error)))
-    """
-    with Workers(textwrap.dedent(script), 1, servers=1, deadline=60) as job:
+    script = with_prelude("""
+with contextlib.suppress(RuntimeError), kerasdist.ParameterServerStrategy():
+    raise RuntimeError("a mistake")
+result(refused(lambda: kerasdist.ParameterServerStrategy(startup_timeout=2)))
+""")
+    with Workers(script, 1, servers=1, deadline=60) as job:
         worker, server = job.wait()
     assert worker.returncode == 0, worker.output
     assert worker.result.startswith("An error closed an earlier strategy of this ")

@@ -1,5 +1,3 @@
-"""`kerasdist.plan` and `kerasdist plan`."""
-
 import json
 import sys
 import textwrap

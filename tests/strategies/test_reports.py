@@ -1,5 +1,3 @@
-"""Scripts of people who train on several workers: what they report, in one job."""
-
 import pytest
 from scripts import PRELUDE
 

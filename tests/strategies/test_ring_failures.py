@@ -1,11 +1,9 @@
-"""What a user sees when something breaks while `fit` runs: real processes."""
-
 import functools
 import signal
 import time
 
 import pytest
-from scripts import long_fit
+from scripts import long_fit, with_prelude
 from soak import soak
 
 from pace import bound
@@ -35,8 +33,7 @@ def test_a_lost_worker_ends_fit_on_every_survivor(lost, fault, seconds):
     # A killed one is noticed by its connections, not by its silence.
     script = script_of(heartbeat=30.0 if fault == signal.SIGKILL else 3.0)
     with Workers(script, 3, deadline=120) as job:
-        for rank in range(3):
-            job.wait_for_line(rank, "training")
+        job.wait_for_lines("training", 3)
         at = time.time()
         job.kill(lost, fault)
         for rank in range(3):
@@ -67,17 +64,14 @@ def test_a_rank_that_does_something_else_is_a_mismatch_naming_both():
 
 
 def test_a_rank_that_does_not_come_is_a_timeout():
-    script = """
-import json, time
-import kerasdist
+    script = with_prelude("""
 strategy = kerasdist.RingStrategy(timeout=2)
 strategy.communicator.barrier()
 if strategy.rank == 1:
     time.sleep(100)
-try:
-    strategy.communicator.barrier()
-except kerasdist.errors.CollectiveTimeout as error:
-    print("RESULT", json.dumps(str(error)), flush=True)
-"""
+result(error_of(strategy.communicator.barrier))
+""")
     with Workers(script, 2, deadline=90) as job:
-        assert f"rank 1 ({job.addresses[1]})" in job.wait_one(0).result
+        kind, message = job.wait_one(0).result
+        assert kind == "CollectiveTimeout"
+        assert f"rank 1 ({job.addresses[1]})" in message

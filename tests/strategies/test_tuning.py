@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts import with_prelude
 
 import kerasdist
 from groups import Group, addresses_of, cluster_on, in_threads, nothing_stays_open
@@ -109,16 +110,8 @@ def test_the_faster_transport_is_kept(monkeypatch, slow):
         assert in_threads(4, work) == [(other, 6.0)] * 4
 
 
-SCRIPT = """
-import json, logging, os
-import keras
-import numpy as np
-import kerasdist
-
-lines, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
-handler.emit = lambda record: lines.append(record.getMessage())
-logger.addHandler(handler)
-logger.setLevel(logging.INFO)
+SCRIPT = with_prelude("""
+lines = lines_said()
 rng = np.random.default_rng(0)
 x = rng.normal(size=(320, 512)).astype("float32")
 y = x.argmax(1) % 4
@@ -141,14 +134,13 @@ def train(compiled=False, **options):
 
 found = [train(), train(tune=True), train(tune=True), train(compression="auto"),
          train(compiled=True, tune=True)]
-print("RESULT", json.dumps(found))
-"""
+result(found)
+""")
 
 
 def test_first_steps_are_tried_and_the_next_run_takes_what_was_found(tmp_path):
     folder = {"KERASDIST_CHECKPOINT_DIR": str(tmp_path)}
-    with Workers(SCRIPT, 2, deadline=150, env=folder) as job:
-        (first, second) = (each.result for each in job.succeed())
+    (first, second) = Workers(SCRIPT, 2, deadline=150, env=folder).results()
     plain, tuned, again, chosen, compiled = first
     for mine, theirs in zip(first, second, strict=True):
         assert [mine[name] for name in ("loss", "sums", "taken")] == [

@@ -99,6 +99,4 @@ def job(body: str, size: int = 2, **more: Any) -> Workers:
 
 
 def run(body: str, size: int = 2, **env: str) -> list[Any]:
-    """Runs the script with this body; returns each worker's result."""
-    with job(body, size, env=env) as workers:
-        return [worker.result for worker in workers.succeed()[:size]]
+    return job(body, size, env=env).results()

@@ -55,7 +55,6 @@ def tensorboard_python() -> str:
 
 @contextlib.contextmanager
 def tensorboard(folder: Path, python: str = sys.executable) -> Iterator[str]:
-    """A real TensorBoard at a port of the system's choice; yields its address."""
     tag = f"board-{os.getpid()}"
     log = folder.parent / "tensorboard.log"
     command = [python, "-m", "tensorboard.main", "--logdir", str(folder)]

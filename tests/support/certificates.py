@@ -1,5 +1,3 @@
-"""A CA and the certificates of tasks, as files, for tests of TLS."""
-
 import dataclasses
 import datetime
 from pathlib import Path

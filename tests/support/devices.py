@@ -66,8 +66,7 @@ def running(setup: str) -> Iterator[Callable[[str], Any]]:
 
 
 def run(setup: str, body: str) -> Any:
-    with Workers(setup + textwrap.dedent(body), 1, deadline=150) as job:
-        return job.succeed()[0].result
+    return Workers(setup + textwrap.dedent(body), 1, deadline=150).run()[0].result
 
 
 # Two layers for three devices, and where a variable is.

@@ -46,7 +46,6 @@ class ElasticDouble:
             self._count_calls(name)
 
     def begin(self, fail_at: Collection[int] = ()) -> None:
-        """Count from 0 again, with other failures."""
         self.fail_at = frozenset(fail_at)
         self.count = 0
         self.sections: list[tuple[int, bool]] = []

@@ -27,12 +27,14 @@ from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.handshake import FrameAuthenticator
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.memory import SEGMENT_NAME
+from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import Session
 from kerasdist.transport.sockets import SocketTransport
 from pace import bound
 from waiting import wait_until
 from workers import free_ports
 
+SECRET = b"a secret of the tests"
 # On which host each rank is, for groups of workers on several hosts.
 LAYOUTS = ("aa", "ab", "aab", "abb", "abab", "abc", "abcab")
 # One or two of each implementation, with an odd and an even number of ranks.
@@ -134,10 +136,12 @@ def socket_mesh(size: int) -> list[SocketTransport]:
     ]
 
 
-def cluster_on(addresses: Sequence[str], rank: int) -> Cluster:
-    return Cluster(
-        rank=rank, size=len(addresses), workers=tuple(addresses), task_index=rank
-    )
+def cluster_on(
+    addresses: Sequence[str], rank: int, servers: Sequence[str] = ()
+) -> Cluster:
+    size, workers = len(addresses), tuple(addresses)
+    where = {"workers": workers, "servers": tuple(servers)}
+    return Cluster(rank=rank, size=size, task_index=rank, **where)
 
 
 def addresses_of(size: int) -> list[str]:
@@ -151,13 +155,24 @@ def join(
     settings: dict[str, Any] | None = None,
     **options: Any,
 ) -> Session:
-    """The session of `rank` among workers at these addresses; waits for the others."""
     return Session(
         cluster_on(addresses, rank),
         settings=settings or {},
         timeouts=timeouts or Timeouts(startup=20),
         **options,
     )
+
+
+@contextlib.contextmanager
+def listener_at(
+    address: str | None = None, secret: bytes = SECRET, **options: Any
+) -> Iterator[Listener]:
+    """A listener, by default on a free port, released after the block."""
+    made = Listener.acquire(address or addresses_of(1)[0], secret, **options)
+    try:
+        yield made
+    finally:
+        made.release()
 
 
 def close_all(things: Sequence[Any]) -> None:

@@ -103,7 +103,6 @@ class Launcher:
         return process
 
     def start_plain(self, *args, env):
-        """Start the interpreter itself in the folder, as a user would by hand."""
         process = subprocess.Popen(
             [sys.executable, *args], cwd=self.folder, env={**self.env, **env}
         )
@@ -189,7 +188,6 @@ class Terminal:
         self.output = b""
 
     def read(self, within=60.0):
-        """Read until the other side is closed."""
         end = time.monotonic() + bound(within)
         while select.select([self.fd], [], [], max(0.0, end - time.monotonic()))[0]:
             try:

@@ -465,7 +465,6 @@ class World:
         )
 
     def _quiet(self) -> None:
-        """Deliver until no message is on its way."""
         for _ in range(2000):
             for a, b in list(self.lines):
                 if self._deliver(a, b):
@@ -622,7 +621,6 @@ def run(
     machine: type[PaxosParticipant] = PaxosParticipant,
     before: Sequence[Operation] = (),
 ) -> tuple[World, str]:
-    """Run the schedule of a seed, then `settle`."""
     world, apart = _start(seed, sizes, machine)
     size, done = len(world.processes), []
     chance = random.Random(f"{seed} schedule")

@@ -1,5 +1,3 @@
-"""Folders of the repository, for tests wherever they are."""
-
 import os
 from pathlib import Path
 

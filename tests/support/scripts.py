@@ -1,7 +1,7 @@
 """What scripts of workers that train begin with: imports, and small functions."""
 
 PRELUDE = """
-import contextlib, hashlib, json, os, signal, sys, time
+import contextlib, hashlib, json, logging, os, signal, sys, time
 from pathlib import Path
 
 import keras
@@ -36,6 +36,44 @@ def error_of(call):
 def refused(call):
     "The text of what it raises."
     return (error_of(call) or [None, None])[1]
+
+class Batches(keras.utils.PyDataset):
+    "Each `size` rows of arrays."
+    def __init__(self, size, *arrays, **more):
+        super().__init__(**more)
+        self.size, self.arrays = size, arrays
+    def __len__(self):
+        return -(-len(self.arrays[0]) // self.size)
+    def __getitem__(self, number):
+        first = number * self.size
+        return tuple(array[first : first + self.size] for array in self.arrays)
+
+def lines_said():
+    "A list of what the library says from now on."
+    said, handler, logger = [], logging.Handler(), logging.getLogger("kerasdist")
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return said
+"""
+
+
+# Runs a file of tests with pytest, and prints {"<class>::<test>": "<outcome>"}.
+RUN_TESTS = """
+import pytest
+
+class Outcomes(dict):
+    def pytest_runtest_logreport(self, report):
+        # "call", and what failed or was skipped before or after it.
+        if report.when == "call" or report.outcome != "passed":
+            self[report.nodeid.split("::", 1)[-1]] = report.outcome
+
+outcomes = Outcomes()
+pytest.main(
+    [sys.argv[1], "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "/"],
+    [outcomes],
+)
+result(outcomes)
 """
 
 

@@ -9,7 +9,7 @@ import textwrap
 import threading
 from typing import Any
 
-from groups import Ranks, addresses_of, close_all, in_threads
+from groups import Ranks, addresses_of, close_all, cluster_on, in_threads
 from kerasdist.cluster import Cluster
 from kerasdist.parameter_server import (
     ParameterServer,
@@ -23,16 +23,6 @@ from workers import Workers
 # What connects workers and servers: the contract tests run on all of them.
 KINDS = ("tcp", "shared_memory", "memory")
 SECONDS = Timeouts(startup=60, collective=60, heartbeat=30)
-
-
-def worker_place(workers: Any, servers: Any, rank: int) -> Cluster:
-    return Cluster(
-        rank=rank,
-        size=len(workers),
-        workers=tuple(workers),
-        servers=tuple(servers),
-        task_index=rank,
-    )
 
 
 def server_place(workers: Any, servers: Any, index: int) -> Cluster:
@@ -107,7 +97,7 @@ class Servers(Ranks):
 
     def connect(self, rank: int, **options: Any) -> ServerClient:
         options.setdefault("transport", "auto" if self.kind != "tcp" else "tcp")
-        place = worker_place(self.workers, self.addresses, rank)
+        place = cluster_on(self.workers, rank, self.addresses)
         settings = options.pop("settings", self.settings)
         return connect_servers(place, settings, timeouts=self.timeouts, **options)
 
@@ -216,10 +206,4 @@ class ServerProcesses(Workers):
         )
 
     def going(self) -> None:
-        for rank in range(self._workers):
-            self.wait_for_line(rank, "GOING")
-
-    def restart(self, task: int) -> None:
-        self.kill(task)
-        self.wait_one(task)
-        self.start_again(task)
+        self.wait_for_lines("GOING")

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from workers import Workers
+from workers import Finished, Workers
 
 # The workers' own: the names of scripts are made anew.
 _LOOP = """
@@ -104,23 +103,17 @@ class Session:
         job, self._job = self._job, None
         job.extend(self._deadline)
         _write(job.folder / f"body-{self._number}.py", text)
-        for rank in range(self._size):
-            job.wait_for_line(rank, f"ENDED {self._number}")
+        job.wait_for_lines(f"ENDED {self._number}", self._size)
         self._number += 1
         self._job = job
         return [self._part(job, rank) for rank in range(self._size)]
 
     def _part(self, job: Workers, rank: int) -> Any:
-        whole = job.finished_so_far(rank)
-        behind, self._behind[rank] = self._behind[rank], len(whole.output)
-        return type(whole)(rank=rank, returncode=0, output=whole.output[behind:])
+        whole = job.output(rank)
+        behind, self._behind[rank] = self._behind[rank], len(whole)
+        return Finished(rank=rank, returncode=0, output=whole[behind:])
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._stack:
             if self._job is not None:
                 self._job.extend(self._deadline)

@@ -1,5 +1,3 @@
-"""The check that nothing is left behind can fail, and names what was left."""
-
 import shutil
 import subprocess
 import sys

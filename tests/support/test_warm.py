@@ -137,8 +137,7 @@ print("RESULT", json.dumps([
 """
     said = []
     for _ in range(2):
-        with Workers(script, 2) as job:
-            said += [finished.result for finished in job.succeed()]
+        said += Workers(script, 2).results()
     for i in range(4):
         assert len({json.dumps(result[i]) for result in said}) == 4
     # A warm process forks workers of one rank only.

@@ -1,5 +1,3 @@
-"""The helper that starts worker processes keeps its promises."""
-
 import signal
 
 import psutil

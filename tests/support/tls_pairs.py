@@ -1,5 +1,3 @@
-"""Connected TLS sockets, as `dial_tcp` and `Listener` make them."""
-
 import functools
 import socket
 import tempfile

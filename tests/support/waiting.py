@@ -1,5 +1,3 @@
-"""Waits for what nothing tells of: a file, a process that ends, another thread."""
-
 import threading
 import time
 from collections.abc import Callable

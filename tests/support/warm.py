@@ -143,7 +143,6 @@ class WarmProcesses:
         pass_fds: Sequence[int] = (),
         namespace: str | None = None,
     ) -> Forked:
-        """Forks a worker."""
         request = {
             "script": command[0],
             "args": list(command[1:]),

@@ -37,7 +37,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -382,16 +381,29 @@ class Workers:
 
     def wait(self, deadline: float | None = None) -> list[Finished]:
         """Waits until every worker has ended, or fails with the output of all."""
+        return self._wait(range(self.size), deadline)
+
+    def wait_one(self, rank: int, deadline: float | None = None) -> Finished:
+        return self._wait([rank], deadline)[0]
+
+    def _wait(self, ranks: Sequence[int], deadline: float | None) -> list[Finished]:
         end = self._end
         if deadline is not None:
             end = min(end, time.monotonic() + bound(deadline))
-        for process in self.processes:
+        for rank in ranks:
             try:
-                process.wait(max(0.0, end - time.monotonic()))
+                self.processes[rank].wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                running = [r for r in range(self.size) if self.is_running(r)]
+                running = [r for r in ranks if self.is_running(r)]
                 self._fail(f"Ranks {running} were still running at the deadline.")
-        return [self._finished(rank) for rank in range(self.size)]
+        return [
+            Finished(
+                rank=rank,
+                returncode=self.processes[rank].returncode,
+                output=self.output(rank),
+            )
+            for rank in ranks
+        ]
 
     def succeed(self) -> list[Finished]:
         finished = self.wait()
@@ -400,15 +412,19 @@ class Workers:
             self._fail(f"Ranks {bad} failed.")
         return finished
 
-    def wait_one(self, rank: int, deadline: float | None = None) -> Finished:
-        end = self._end
-        if deadline is not None:
-            end = min(end, time.monotonic() + bound(deadline))
-        try:
-            self.processes[rank].wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._fail(f"Rank {rank} was still running at the deadline.")
-        return self._finished(rank)
+    def run(self) -> list[Finished]:
+        """In place of a `with` statement, for a job that only has to succeed."""
+        with self:
+            return self.succeed()
+
+    def results(self) -> list[Any]:
+        """What each worker of such a job has printed as `RESULT <json>`."""
+        return [finished.result for finished in self.run()[: self._workers]]
+
+    def wait_for_lines(self, text: str, count: int | None = None) -> None:
+        """Waits for such a line of each worker, or of the first `count`."""
+        for rank in range(self._workers if count is None else count):
+            self.wait_for_line(rank, text)
 
     def wait_for_line(self, rank: int, text: str) -> str:
         """Waits for a whole line with `text`; returns it without its end."""
@@ -431,9 +447,6 @@ class Workers:
     def extend(self, deadline: float) -> None:
         self._end = time.monotonic() + bound(deadline)
 
-    def finished_so_far(self, rank: int) -> Finished:
-        return Finished(rank=rank, returncode=0, output=self.output(rank))
-
     def is_running(self, rank: int) -> bool:
         return self.processes[rank].poll() is None
 
@@ -447,6 +460,11 @@ class Workers:
         """Starts an ended task again; the job must be one with `handover=False`."""
         self._start(task, self._path, None)
         self.processes[task] = self.processes.pop()
+
+    def restart(self, task: int) -> None:
+        self.kill(task)
+        self.wait_one(task)
+        self.start_again(task)
 
     def report(self) -> str:
         return self._report([process.poll() for process in self.processes])
@@ -462,12 +480,7 @@ class Workers:
             parts.append(text if text.endswith("\n") or not text else text + "\n")
         return "".join(parts)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         # A test that fails by itself: pytest shows what is printed here.
         if kind is not None and not self._reported:
             print(self.report())
@@ -498,13 +511,6 @@ class Workers:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 continue  # stopped, or it has a handler of its own
-
-    def _finished(self, rank: int) -> Finished:
-        return Finished(
-            rank=rank,
-            returncode=self.processes[rank].returncode,
-            output=self.output(rank),
-        )
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"

@@ -1,5 +1,3 @@
-"""Segments of shared memory: room is reserved, nothing is left."""
-
 import fcntl
 import os
 import resource

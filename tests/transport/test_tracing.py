@@ -1,5 +1,3 @@
-"""What a communicator tells of what it spends its time on."""
-
 import numpy as np
 import pytest
 
@@ -10,8 +8,6 @@ KINDS = [("unix", 2), ("shared", 3), ("servers_tcp", 2), ("abb", 3), ("single", 
 
 
 class Notes:
-    """A recorder that keeps all spans."""
-
     def __init__(self):
         self.spans = []
 

@@ -1,5 +1,3 @@
-"""The contract of transports, over each kind of sockets."""
-
 import os
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""What layers cost, found without their weights."""
-
 import random
 import resource
 

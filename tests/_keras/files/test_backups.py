@@ -1,5 +1,3 @@
-"""What BackupAndRestore keeps: how far training had come."""
-
 import keras
 import pytest
 

@@ -1,5 +1,3 @@
-"""The chief is killed in `fit`, and so is the next one: their files are continued."""
-
 import csv
 import json
 from pathlib import Path
@@ -15,8 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from workers import Workers
-
-pytestmark = pytest.mark.timeout(170)
 
 SCRIPT = with_prelude("""
 from tensorflow.python.checkpoint import checkpoint

@@ -15,8 +15,6 @@ from soak import soak
 from sessions import Session
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(170)
-
 SETUP = with_prelude("""
 import tempfile
 from keras.models import load_model, save_model  # before there is a strategy
@@ -202,8 +200,8 @@ def job(request, ring, tmp_path_factory):
         first, second = ring.finish(body, FOLDER=str(folder))
     else:
         env = {"FOLDER": str(folder), "MODE": mode}
-        with Workers(SCRIPT + body, 2, env=env, deadline=140, servers=1) as job:
-            first, second = job.succeed()[:2]
+        job = Workers(SCRIPT + body, 2, env=env, deadline=140, servers=1)
+        first, second = job.run()[:2]
     return first.result, second.result, second.output, folder
 
 

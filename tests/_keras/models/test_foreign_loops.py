@@ -135,8 +135,8 @@ result([known, error_of(lambda: loop(jit=True)), plain_loop(), autograph(),
 
 def test_a_ring():
     script = START.replace("STRATEGY", "kerasdist.RingStrategy(timeout=60)")
-    with Workers(script + PLAIN_LOOP + AUTOGRAPH + RING, 2, deadline=120) as job:
-        first, second = job.succeed()
+    script += PLAIN_LOOP + AUTOGRAPH + RING
+    first, second = Workers(script, 2, deadline=120).run()
     assert first.result[2] == second.result[2]
     assert first.output.count("updates outside of `strategy.run`") == 1
     assert "updates outside" not in second.output
@@ -175,8 +175,7 @@ strategy.close()
 result([known, history, evaluated, weights, plain])
 """
     made = "kerasdist.ParameterServerStrategy('async', timeout=60)"
-    with Workers(START.replace("STRATEGY", made) + body, 2, servers=1) as job:
-        found = [worker.result for worker in job.succeed()[:2]]
+    found = Workers(START.replace("STRATEGY", made) + body, 2, servers=1).results()
     for rank, (known, history, evaluated, weights, plain) in enumerate(found):
         assert known == ["worker", rank, 2]
         assert len(history) == 3

@@ -1,5 +1,3 @@
-"""Models, optimizers and metrics that are created outside of the strategy's scope."""
-
 import keras
 import numpy as np
 import pytest
@@ -143,8 +141,8 @@ def folder(tmp_path_factory):
 def found(folder):
     """Of each part of the script what both workers have found."""
     script = SCRIPT + USED + CLEARED + LOOP + TOLD + DEVICES
-    with Workers(script, 2, env={"FOLDER": str(folder)}, deadline=150) as job:
-        results = zip(*(worker.results for worker in job.succeed()), strict=True)
+    finished = Workers(script, 2, env={"FOLDER": str(folder)}, deadline=150).run()
+    results = zip(*(worker.results for worker in finished), strict=True)
     return dict(zip(("used", "cleared", "told", "loops"), results, strict=True))
 
 

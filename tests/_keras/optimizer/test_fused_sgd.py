@@ -1,5 +1,3 @@
-"""SGD in one operation: the bits are those of Keras's own operations."""
-
 from types import SimpleNamespace
 
 import keras

@@ -352,10 +352,9 @@ def test_it_takes_less_memory():
     def environment(rank):
         return {"AGAIN": str(rank), "TF_CONFIG": None}
 
-    with Workers(
+    kept, again = Workers(
         SETUP + textwrap.dedent(script), 2, env=environment, handover=False
-    ) as job:
-        kept, again = (worker.result for worker in job.succeed())
+    ).results()
 
     # 16 layers of 8 MB: what goes in, and what `gelu` needs.
     activations = 2 * 16 * 8e6

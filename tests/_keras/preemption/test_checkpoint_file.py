@@ -1,5 +1,3 @@
-"""A checkpoint that is odd, or isn't a file, is refused in words, and nothing waits."""
-
 import copy
 import math
 import os

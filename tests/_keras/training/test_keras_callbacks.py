@@ -1,5 +1,3 @@
-"""Keras's own callbacks on several workers, unchanged; only the chief writes."""
-
 import numpy as np
 import pytest
 from scripts import with_prelude
@@ -128,8 +126,7 @@ m.fit(x, y, batch_size=16, epochs=1, verbose=2, shuffle=False)
 result([before, state(m)])
 """
     env = {"FOLDER": str(tmp_path / "b")}
-    with Workers(SCRIPT + body + more, 2, env=env, deadline=120) as job:
-        chief, other = job.succeed()
+    chief, other = Workers(SCRIPT + body + more, 2, env=env, deadline=120).run()
     assert chief.results == other.results
     continued, (before, after) = chief.results
     assert continued[1:] == [[3, 4, 5], expected[2]]

@@ -7,35 +7,13 @@ They ship in the keras package. Each file runs in a process of its own, because 
 import importlib.util
 
 import pytest
+from scripts import PRELUDE, RUN_TESTS
 from soak import soak
 
 from workers import Workers
 
-# Runs a file of tests with pytest, and prints {"<test>": "<outcome>"}.
-_RUN = """
-import json
-import sys
-import pytest
-import tensorflow as tf
-import kerasdist
-
-tf.distribute.MirroredStrategy = kerasdist.RingStrategy
-
-class Outcomes(dict):
-    def pytest_runtest_logreport(self, report):
-        # "call", and what failed or was skipped before or after it.
-        if report.when == "call" or report.outcome != "passed":
-            self[report.nodeid.split("::")[-1]] = report.outcome
-
-outcomes = Outcomes()
-pytest.main(
-    [sys.argv[1], "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "/"],
-    [outcomes],
-)
-print("RESULT", json.dumps(outcomes), flush=True)
-"""
-
-SKIPPED = {"test_single_step1"}  # is about tf_keras, if installed
+_RUN = PRELUDE + "tf.distribute.MirroredStrategy = kerasdist.RingStrategy" + RUN_TESTS
+SKIPPED = "::test_single_step1"  # is about tf_keras, if installed
 
 
 @pytest.mark.parametrize(
@@ -47,10 +25,9 @@ def test_keras_own(file, at_least):
     if spec is None:
         pytest.skip(f"this Keras ships without {file}")
     args, env = [str(spec.origin)], {"TF_CONFIG": None}
-    with Workers(_RUN, 1, args, env=env, deadline=170, handover=False) as job:
-        (finished,) = job.succeed()
+    (finished,) = Workers(_RUN, 1, args, env=env, deadline=170, handover=False).run()
     outcomes = finished.result
     others = {t: outcome for t, outcome in outcomes.items() if outcome != "passed"}
-    skipped = dict.fromkeys(SKIPPED & outcomes.keys(), "skipped")
+    skipped = {t: "skipped" for t in outcomes if t.endswith(SKIPPED)}
     assert others == skipped, finished.output[-20_000:]
     assert len(outcomes) >= at_least, outcomes

@@ -1,5 +1,3 @@
-"""A process whose `fit` has failed ends, also while its dataset reads."""
-
 from pathlib import Path
 
 from scripts import with_prelude

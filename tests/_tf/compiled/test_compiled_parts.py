@@ -1,5 +1,3 @@
-"""The division of a step into parts, and each part's function."""
-
 import pytest
 import tensorflow as tf
 

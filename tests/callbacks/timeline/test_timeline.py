@@ -1,5 +1,3 @@
-"""Timeline: one trace of all ranks, with one clock."""
-
 import contextlib
 import gzip
 import json
@@ -17,8 +15,6 @@ from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset, clock_offset
 from kerasdist.transport.tracing import NAMES, now
 from workers import Workers
-
-pytestmark = pytest.mark.timeout(150)
 
 COMMON = with_prelude("""
 from kerasdist.callbacks import ScaleLearningRate, Timeline
@@ -230,8 +226,7 @@ result(silent)
 
 def test_ring(tmp_path):
     env = {"FOLDER": str(tmp_path)}
-    with Workers(COMMON + RING, 2, env=env, deadline=90) as job:
-        finished = job.succeed()
+    finished = Workers(COMMON + RING, 2, env=env, deadline=90).run()
     assert [each.result for each in finished] == [[True] * 4] * 2
     found, ranks = read(tmp_path / "deep" / "ring.json")
     assert sorted(ranks) == [0, 1]
@@ -299,9 +294,7 @@ def test_parameter_servers(tmp_path):
     # In lockstep, or else one of them may take nearly all of the few steps.
     script = COMMON + SERVERS.replace("MODE", "'async', max_staleness=0")
     env = {"FOLDER": str(tmp_path)}
-    with Workers(script, 2, servers=1, env=env, deadline=90) as job:
-        finished = job.succeed()[:2]
-    assert all(each.result for each in finished)
+    assert all(Workers(script, 2, servers=1, env=env, deadline=90).results())
     _, ranks = read(tmp_path / "trace.json")
     assert sorted(ranks) == [0, 1]
     for events in ranks.values():

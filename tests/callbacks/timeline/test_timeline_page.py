@@ -17,8 +17,6 @@ from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
 from places import ROOT
 
-pytestmark = pytest.mark.timeout(150)
-
 VIEWERS = ROOT / ".venv-viewers"
 
 LANES = ["step", "collectives", "stage 0", "stage 1"]

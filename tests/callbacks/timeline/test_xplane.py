@@ -1,5 +1,3 @@
-"""A timeline as TensorBoard's trace viewer reads it: all spans, in its units."""
-
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from kerasdist.callbacks.trace_file import Execution, Record, processes, xspace

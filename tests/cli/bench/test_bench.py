@@ -1,5 +1,3 @@
-"""`kerasdist bench`: the parts of a step of a script's own `fit`, and nothing after."""
-
 import os
 import sys
 from types import SimpleNamespace

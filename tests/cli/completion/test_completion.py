@@ -1,5 +1,3 @@
-"""`kerasdist completion`: real shells complete `kerasdist`'s words."""
-
 import os
 import pty
 import select

@@ -12,8 +12,6 @@ import pytest
 
 from launching import wait_until_said
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def begin(launcher, *options, script, servers=0, **more):
     process = launcher.start(

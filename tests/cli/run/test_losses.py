@@ -10,8 +10,6 @@ import pytest
 from launching import wait_until_said
 from pace import bound
 
-pytestmark = pytest.mark.timeout(90)
-
 SCRIPT = """
 import numpy as np
 from kerasdist.cluster import resolve

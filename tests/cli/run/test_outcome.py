@@ -1,5 +1,3 @@
-"""`kerasdist run` decides who is to blame, what is printed, and the exit code."""
-
 import contextlib
 import os
 import re

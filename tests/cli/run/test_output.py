@@ -1,5 +1,3 @@
-"""What `kerasdist run` shows of its tasks' output, and keeps on a disk that is full."""
-
 import contextlib
 import os
 import subprocess
@@ -14,8 +12,6 @@ from kerasdist.cli.run.output import (
     last_traceback,
 )
 from pace import bound
-
-pytestmark = pytest.mark.timeout(90)
 
 
 def fed(lines, *pieces):

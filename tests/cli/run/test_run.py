@@ -1,5 +1,3 @@
-"""`kerasdist run` with real processes, signals and terminals."""
-
 import contextlib
 import json
 import os
@@ -20,8 +18,6 @@ from kerasdist.cli.run.spawn import cores_in_order, shares, thread_variables
 from launching import HANG
 from pace import bound
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(90)
 
 
 def test_each_task_has_its_settings_and_its_listening_socket(launcher):

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from soak import soak
 
 from pace import bound
 from places import SUPPORT
@@ -72,9 +73,7 @@ def results(output):
     return [json.loads(found) for found in re.findall(r"^RESULT (.*)$", output, re.M)]
 
 
-@pytest.mark.parametrize(
-    "size", [2, *(pytest.param(n, marks=pytest.mark.soak) for n in (1, 3, 4, 5))]
-)
+@pytest.mark.parametrize("size", [2, *map(soak, (1, 3, 4, 5))])
 def test_contract_of_communicators(mpirun, tmp_path, size):
     script = f"""
     import sys
@@ -99,8 +98,7 @@ def test_training_needs_no_other_settings(mpirun, tmp_path):
     assert code == 0, output
     first, second = results(output)
     env = {"TF_CONFIG": None}
-    with Workers(ALL_TRANSPORTS, 1, args=["auto", "1", "graph"], env=env) as job:
-        alone = job.succeed()[0].result
+    (alone,) = Workers(ALL_TRANSPORTS, 1, ["auto", "1", "graph"], env).results()
 
     assert first["communicator"] == second["communicator"] == "MpiCommunicator"
     assert first["equal"]
@@ -290,6 +288,5 @@ except kerasdist.errors.ClusterError as error:
     print("RESULT", json.dumps(str(error)))
 """
     env = {"TF_CONFIG": None, **elsewhere(tmp_path), **env}
-    with Workers(script, 1, env=env) as job:
-        message = job.succeed()[0].result
+    message = Workers(script, 1, env=env).run()[0].result
     assert re.match(said, message, re.DOTALL), message

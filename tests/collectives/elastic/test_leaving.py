@@ -1,5 +1,3 @@
-"""Members leave a group on SIGTERM: the others continue, and repeat nothing."""
-
 import signal
 
 import pytest

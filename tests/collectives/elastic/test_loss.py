@@ -1,5 +1,3 @@
-"""A group of real processes goes on when members are killed, freeze, or are cut off."""
-
 import signal
 
 import pytest

@@ -1,5 +1,3 @@
-"""Processes that are started again join the group while it works."""
-
 import signal
 
 from elastic_members import check, start

@@ -1,5 +1,3 @@
-"""SIGTERM to a process with an elastic job: noticed at once, and the end by then."""
-
 import signal
 import time
 

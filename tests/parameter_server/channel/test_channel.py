@@ -1,8 +1,5 @@
-"""The contract of channels, on every implementation."""
-
 import contextlib
 import json
-import socket
 import struct
 import threading
 
@@ -24,21 +21,14 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call, FrameType, pack_header
 from kerasdist.transport.handshake import TAG_BYTES
 from pace import bound
+from tls_pairs import tcp_pair
 
-pytestmark = pytest.mark.timeout(60)
 BOUND = 1 << 30
 CALL = Call(7, "all_reduce", "sum", "float32", 12, 99)
 
 
-def tcp_connections():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        first = socket.create_connection(server.getsockname())
-        second, _ = server.accept()
-    return connections((first, second))
-
-
-def tcp_pair():
-    one, other = tcp_connections()
+def tcp_channels():
+    one, other = connections(tcp_pair())
     return SocketChannel(one), SocketChannel(other)
 
 
@@ -47,7 +37,7 @@ def shared_pair():
     return SocketChannel(one, shared=True), SocketChannel(other, shared=True)
 
 
-PAIRS = {"tcp": tcp_pair, "shared_memory": shared_pair, "memory": memory_pair}
+PAIRS = {"tcp": tcp_channels, "shared_memory": shared_pair, "memory": memory_pair}
 
 
 @pytest.fixture(params=PAIRS)
@@ -183,7 +173,7 @@ def raw(meta, body=b"", *, size=None, length=None, frame=FrameType.REQUEST):
     ],
 )
 def test_nonsense_is_refused(data):
-    first, second = tcp_connections()
+    first, second = connections(tcp_pair())
     with first, contextlib.closing(SocketChannel(second)) as channel:
         head, body = data
         first.sock.sendall(head + first.auth.sign(head) + body)
@@ -193,7 +183,7 @@ def test_nonsense_is_refused(data):
 
 def test_a_request_that_was_changed_on_its_way_is_refused():
     """Somebody on the path turns step 7 into step 9: the text isn't encrypted."""
-    first, second = tcp_connections()
+    first, second = connections(tcp_pair())
     with first, contextlib.closing(SocketChannel(second)) as channel:
         head, body = raw({"step": 7, "arrays": [["float32", [2]]]}, bytes(8))
         sealed = head + first.auth.sign(head) + body

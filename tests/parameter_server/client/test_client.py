@@ -1,5 +1,3 @@
-"""The contract of workers and servers, whatever connects them."""
-
 import numpy as np
 import pytest
 
@@ -7,8 +5,6 @@ from groups import in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.parameter_server import Change, Rows, Variable
 from servers import Servers
-
-pytestmark = pytest.mark.timeout(60)
 
 VARIABLES = [
     Variable(name="kernel", shape=(200, 100)),

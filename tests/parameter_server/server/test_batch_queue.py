@@ -1,11 +1,5 @@
-"""Numbers that are dealt out: each one to one worker."""
-
-import pytest
-
 from kerasdist.parameter_server import END
 from kerasdist.parameter_server.server.handler import BatchQueue
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_queue_has_each_number_once_and_ends():

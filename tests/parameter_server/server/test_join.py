@@ -1,5 +1,3 @@
-"""Workers that come later join between two epochs of the others."""
-
 import threading
 
 import numpy as np
@@ -10,8 +8,6 @@ from kerasdist import errors
 from kerasdist.parameter_server import Variable, enter
 from pace import bound
 from servers import KINDS, Servers
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def come_again(job, rank):

@@ -1,5 +1,3 @@
-"""What servers tell each other of their loads."""
-
 import pytest
 
 from kerasdist.parameter_server import ServerSettings

@@ -1,5 +1,3 @@
-"""Who is let in by a server, and who isn't."""
-
 import re
 import threading
 from types import SimpleNamespace
@@ -21,8 +19,6 @@ from kerasdist.transport.rendezvous.dial import dial_tcp
 from pace import bound
 from servers import Servers
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_worker_that_was_asked_for_something_else_is_refused():

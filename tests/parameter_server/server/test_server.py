@@ -1,14 +1,10 @@
-"""A server on the network: its port, strangers, its end."""
-
 import pytest
 
-from groups import nothing_stays_open
+from groups import cluster_on, nothing_stays_open
 from kerasdist import errors
 from kerasdist.parameter_server import ParameterServer, ServerSettings
 from kerasdist.parameter_server.snapshots import path_of
-from servers import Servers, server_place, worker_place
-
-pytestmark = pytest.mark.timeout(60)
+from servers import Servers, server_place
 
 
 def test_addresses_of_other_machines_need_a_secret():
@@ -16,7 +12,7 @@ def test_addresses_of_other_machines_need_a_secret():
     with nothing_stays_open(), pytest.raises(errors.ClusterError, match="no secret"):
         ParameterServer(place, ServerSettings())
     with pytest.raises(ValueError, match="is a 'ps' task"):
-        ParameterServer(worker_place(["a:1"], ["b:1"], 0), ServerSettings())
+        ParameterServer(cluster_on(["a:1"], 0, ["b:1"]), ServerSettings())
 
 
 def test_a_server_can_be_closed_while_it_waits_and_while_it_serves():

@@ -1,5 +1,3 @@
-"""Collectives at one server, while workers are lost and join."""
-
 import threading
 
 import numpy as np
@@ -15,8 +13,6 @@ from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
 from pace import bound
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
 
 
 class Tables(ServedTables):

@@ -1,5 +1,3 @@
-"""Clocks: who is waited for."""
-
 from kerasdist.parameter_server.served_table import Clocks
 
 

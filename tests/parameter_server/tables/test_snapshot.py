@@ -1,5 +1,3 @@
-"""Snapshots: whole or not at all, and damage is noticed."""
-
 import os
 import signal
 import stat

@@ -1,5 +1,3 @@
-"""One server's part of a table, beside plain numpy."""
-
 import numpy as np
 import pytest
 

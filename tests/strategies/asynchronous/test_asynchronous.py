@@ -1,5 +1,3 @@
-"""ParameterServerStrategy(mode="async") as a user meets it."""
-
 import keras
 import numpy as np
 import pytest
@@ -10,8 +8,6 @@ import kerasdist
 from asynchronous import BEFORE, OPTIMIZERS, SETUP
 from asynchronous import run as run_apart
 from sessions import Session
-
-pytestmark = pytest.mark.timeout(150)
 
 # One worker.
 

@@ -1,5 +1,3 @@
-"""Workers and servers of ParameterServerStrategy(mode="async") are lost, and return."""
-
 import signal
 import time
 
@@ -10,9 +8,6 @@ import asynchronous
 from kerasdist.parameter_server.snapshots import path_of, read_snapshot
 from pace import bound
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(150)
-
 
 LOST = """
 epochs = strategy.extended.kerasdist.hooks.dynamic
@@ -85,8 +80,7 @@ except kerasdist.errors.CollectiveError as error:
     sys.exit(7)
 """
     with asynchronous.job(body, 2, servers=2, env={"STALENESS": "0"}) as job:
-        for rank in range(2):
-            job.wait_for_line(rank, "training")
+        job.wait_for_lines("training", 2)
         at = time.time()
         job.kill(3)
         workers = [job.wait_one(rank) for rank in range(2)]
@@ -125,8 +119,7 @@ def test_a_server_that_is_started_again_goes_on_from_its_snapshot(tmp_path):
     folder.mkdir()
     env = {"SNAPSHOTS": str(snapshots), "FOLDER": str(folder)}
     with asynchronous.job(RESTARTED, 2, env=env, handover=False) as job:
-        for rank in range(2):
-            job.wait_for_line(rank, "training")
+        job.wait_for_lines("training", 2)
         # Killed before it has written one with updates, it has lost them. A table's
         # first values are written at once; then the disk may be slow.
         path = path_of(str(snapshots), 0)
@@ -201,8 +194,7 @@ def test_a_new_process_joins_with_a_lost_workers_task(again, data, staleness, tm
     if 2 in again:
         env["SNAPSHOTS"] = str(tmp_path)
     with asynchronous.job(JOINING, 2, servers=2, env=env, handover=False) as job:
-        for rank in range(2):
-            job.wait_for_line(rank, "second epoch")
+        job.wait_for_lines("second epoch", 2)
         for task in again:
             job.kill(task)
         for task in again:
@@ -240,11 +232,8 @@ m.fit(x, y, batch_size=20, epochs=1, verbose=0, callbacks=[Wait()])
 """
     env = {"FOLDER": str(tmp_path)}
     with asynchronous.job(body, 2, env=env, handover=False) as job:
-        for rank in range(2):
-            job.wait_for_line(rank, "epoch")
-        job.kill(1)
-        job.wait_one(1)
-        job.start_again(1)
+        job.wait_for_lines("epoch", 2)
+        job.restart(1)
         tasks = job.succeed()
     assert "can join the job in `fit` only" in tasks[1].result
     assert "rank 1" in tasks[0].output

@@ -1,5 +1,3 @@
-"""Batches that are dealt out: each of them once, over all workers, whoever is free."""
-
 import itertools
 import json
 import re
@@ -13,8 +11,6 @@ from asynchronous import SETUP
 from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.dynamic_batches import AsyncDataset
 from sessions import Session
-
-pytestmark = pytest.mark.timeout(150)
 
 # Sample i is the number i: what a step was given can be read off.
 BEFORE = NOTING
@@ -359,8 +355,6 @@ log.epochs = [float(each.numpy()) for each in held]
 
 def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
     class Raced(AsyncDataset):
-        """The other thread always comes in between."""
-
         _last = property(lambda self: 7, lambda self, number: None)
 
     told = []

@@ -1,5 +1,3 @@
-"""Where a worker was lost messages name the others by their ranks in the job."""
-
 import types
 
 import numpy as np
@@ -16,9 +14,6 @@ from kerasdist.strategies.reduce import consensus
 from kerasdist.strategies.reduce.workers import Workers
 from servers import Servers
 from waiting import wait_until
-
-pytestmark = pytest.mark.timeout(60)
-
 
 OPTIONS = Options(
     initial_state="check", shard="rows", data="auto", bucket_size=1, compression=None

@@ -1,5 +1,3 @@
-"""Embeddings with ParameterServerStrategy(mode="async"): only touched rows travel."""
-
 import json
 
 import pytest
@@ -7,8 +5,6 @@ from soak import soak
 
 from asynchronous import DIGESTS, SETUP
 from sessions import Session
-
-pytestmark = pytest.mark.timeout(150)
 
 BEFORE = (
     """

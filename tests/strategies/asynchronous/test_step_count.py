@@ -6,13 +6,10 @@ One process that goes on with a backup is in _keras/optimizer/test_global_step.p
 import json
 
 import keras
-import pytest
 from scripts import with_prelude
 
 from kerasdist.strategies.asynchronous.tables import StepCount
 from workers import Workers
-
-pytestmark = pytest.mark.timeout(150)
 
 SCRIPT = with_prelude("""
 import shutil
@@ -64,8 +61,7 @@ def test_steps_go_on_with_those_that_are_in_the_weights(tmp_path):
     behind = 0
     for name, epochs in (("first", 3), ("again", 2)):
         args = [str(tmp_path), name]
-        with Workers(SCRIPT, 2, args, servers=1, deadline=90) as job:
-            results = [each.result for each in job.succeed()[:2]]
+        results = Workers(SCRIPT, 2, args, servers=1, deadline=90).results()
         total = behind + 24 * epochs
         for found, last, weight in results:
             assert found == sorted(set(found))

@@ -1,5 +1,3 @@
-"""`auto_shard_policy`: files divided over the workers, and datasets of their own."""
-
 import itertools
 
 import pytest
@@ -103,8 +101,7 @@ result([
     )),
 ])
 """
-    with Workers(SCRIPT + body, 2, args=[str(tmp_path)], deadline=150) as job:
-        chief, other = job.succeed()
+    chief, other = Workers(SCRIPT + body, 2, args=[str(tmp_path)], deadline=150).run()
     a, b = chief.results[0], other.results[0]
     names = [[*range(100 * i, 100 * i + n)] for i, n in enumerate([5, 9, 2, 12])]
     own = [names[0] + names[2], names[1] + names[3]]

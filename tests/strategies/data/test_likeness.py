@@ -1,5 +1,3 @@
-"""Hashes of rows, and what they say of where two workers' data are from."""
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,5 +1,3 @@
-"""Workers that make only their own rows of a dataset: those of one process."""
-
 import numpy as np
 import pytest
 import tensorflow as tf

@@ -1,5 +1,3 @@
-"""Each worker reads its share of a PyDataset's items, and trains on its rows of all."""
-
 import itertools
 import threading
 import types

@@ -1,5 +1,3 @@
-"""What the start-up line says of the data."""
-
 import pytest
 
 from kerasdist.strategies.sync.data import GivenData, describe

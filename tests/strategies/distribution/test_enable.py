@@ -8,7 +8,7 @@ import importlib.util
 import zipfile
 
 import pytest
-from scripts import with_prelude
+from scripts import PRELUDE, RUN_TESTS, with_prelude
 
 from places import ROOT
 from workers import Workers
@@ -96,8 +96,7 @@ result([devices, strategy.size, outside, expected, found])
 
 
 def test_numbers_are_those_of_one_process(tmp_path):
-    with Workers(_FIT, 2, [str(tmp_path)], deadline=150) as job:
-        workers = [finished.result for finished in job.succeed()]
+    workers = Workers(_FIT, 2, [str(tmp_path)], deadline=150).results()
     _, _, _, expected, _ = workers[0]
     for devices, known, outside, _, found in workers:
         assert devices == ["cpu:0", "cpu:1"]
@@ -148,8 +147,7 @@ result([nothing_set, refusals, mine, alone])
 
 
 def test_what_is_refused_and_data_of_each_worker():
-    with Workers(_REFUSALS, 2, deadline=120) as job:
-        workers = [finished.result for finished in job.succeed()]
+    workers = Workers(_REFUSALS, 2, deadline=120).results()
     texts = (
         "On TensorFlow a distribution can divide",
         "With `auto_shard_dataset=False` each worker",
@@ -170,41 +168,21 @@ def test_the_script_of_the_page(tmp_path):
     page = (ROOT / "docs" / "keras_distribution.md").read_text(encoding="utf-8")
     script = page.partition("```python\n")[2].partition("```")[0]
     script = f"import os\n\nos.chdir({str(tmp_path)!r})\n{script}"
-    with Workers(script, 2, deadline=120) as job:
-        first, second = (finished.output for finished in job.succeed())
-    assert "2 workers with 2 replicas in all, global batch 64" in first
-    assert "loss" not in second
+    first, second = Workers(script, 2, deadline=120).run()
+    assert "2 workers with 2 replicas in all, global batch 64" in first.output
+    assert "loss" not in second.output
     assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 
 # Keras's own tests of these classes, which it skips unless its backend is JAX.
-_OWN = """
-import json
-import sys
-
-import pytest
-import tensorflow as tf
-import kerasdist
-
-cpu = tf.config.list_physical_devices("CPU")[0]
-parts = [tf.config.LogicalDeviceConfiguration()] * 8
-tf.config.set_logical_device_configuration(cpu, parts)
+_OWN = (
+    PRELUDE
+    + """
+logical_devices(8)
 kerasdist.enable_keras_distribution()
-
-
-class Outcomes(dict):
-    def pytest_runtest_logreport(self, report):
-        if report.when == "call" or report.outcome != "passed":
-            self[report.nodeid.split("::", 1)[-1]] = report.outcome
-
-
-outcomes = Outcomes()
-pytest.main(
-    [sys.argv[1], "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "/"],
-    [outcomes],
-)
-print("RESULT", json.dumps(outcomes))
 """
+    + RUN_TESTS
+)
 
 
 def test_keras_own(tmp_path):
@@ -216,10 +194,9 @@ def test_keras_own(tmp_path):
         text = file.read()
     path = tmp_path / "distribution_lib_test.py"
     path.write_text(text.replace('backend.backend() != "jax"', "False"), "utf-8")
-    with Workers(
+    (finished,) = Workers(
         _OWN, 1, [str(path)], env={"TF_CONFIG": None}, deadline=120, handover=False
-    ) as job:
-        (finished,) = job.succeed()
+    ).run()
     outcomes = finished.result
     # The base class of distributions stands for no strategy.
     assert outcomes.pop("DistributionTest::test_scope") == "failed"

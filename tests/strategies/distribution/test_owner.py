@@ -1,5 +1,3 @@
-"""The cluster of `keras.distribution.initialize`, and the devices of all workers."""
-
 import json
 
 import pytest

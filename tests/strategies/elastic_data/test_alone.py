@@ -1,5 +1,3 @@
-"""Passes over a dataset by a worker alone: counted, and continued from a place."""
-
 import numpy as np
 import pytest
 import tensorflow as tf

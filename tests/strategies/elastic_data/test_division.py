@@ -1,5 +1,3 @@
-"""Data are divided again when the workers change: each row is used once."""
-
 import pytest
 
 from places import SUPPORT

@@ -1,5 +1,3 @@
-"""Jobs whose worker is killed in the midst of an epoch, with data of all kinds."""
-
 import signal
 
 import pytest
@@ -14,13 +12,6 @@ x = np.random.default_rng(0).random((62, 4), "float32")
 y = x.sum(axis=1, keepdims=True) ** 2
 slices = tf.data.Dataset.from_tensor_slices
 
-class Items(keras.utils.PyDataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        rows = slice(8 * index, 8 * index + 8)
-        return x[rows], y[rows]
-
 def data(kind):
     if kind == "arrays":
         return {"x": x, "y": y, "batch_size": 8, "shuffle": False}
@@ -31,7 +22,7 @@ def data(kind):
         batches = slices((x, y)).shuffle(62, seed=3).batch(8)
         return {"x": strategy.experimental_distribute_dataset(batches)}
     if kind == "items":
-        return {"x": Items(), "shuffle": False}
+        return {"x": Batches(8, x, y), "shuffle": False}
 
 strategy = kerasdist.RingStrategy(elastic=size > 1, timeout=60)
 rank = strategy.rank
@@ -78,8 +69,7 @@ def test_weights_and_metrics_are_those_of_one_process(kinds):
 
     Data that differ are refused, as a lost chief's can't be used.
     """
-    with Workers(SCRIPT, 1, ["1", *kinds], deadline=120) as job:
-        expected = job.succeed()[0].result
+    expected = Workers(SCRIPT, 1, ["1", *kinds], deadline=120).run()[0].result
     with Workers(SCRIPT, 3, ["3", *kinds], deadline=180) as job:
         survivor = job.wait_one(2)
         lost = [job.wait_one(rank).returncode for rank in (0, 1)]

@@ -1,5 +1,3 @@
-"""Replicas of one worker are added on their devices, here parts of one CPU."""
-
 import logging
 import textwrap
 
@@ -161,6 +159,5 @@ def test_workers_with_different_numbers_of_replicas():
         result([np.asarray(each).tolist() for each in found[-2:]])
         """
     )
-    with Workers(script, 2, deadline=250) as job:
-        one, other = [each.result for each in job.succeed()]
+    one, other = Workers(script, 2, deadline=250).results()
     assert one == other

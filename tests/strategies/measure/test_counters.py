@@ -1,5 +1,3 @@
-"""`StepCounters`: what is counted and timed in graphs is summed up on the host."""
-
 import pytest
 import tensorflow as tf
 

@@ -1,5 +1,3 @@
-"""`Sampling`: how many calls are measured, and which."""
-
 import itertools
 
 import pytest

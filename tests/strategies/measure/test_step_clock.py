@@ -1,5 +1,3 @@
-"""The clock of a strategy's steps, as those use it who look at training."""
-
 import pytest
 
 from kerasdist.collectives.single import SingleCommunicator

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 import tensorflow as tf
-from scripts import PRELUDE, long_fit
+from scripts import PRELUDE, long_fit, with_prelude
 from soak import soak
 
 import kerasdist
@@ -52,20 +52,15 @@ run_contract("native", place.size, make_job, exchange)
 
 @pytest.mark.parametrize("size", [2, soak(4)])
 def test_contract_of_communicators(size):
-    with Workers(CONTRACT, size, deadline=250) as job:
-        job.succeed()
+    Workers(CONTRACT, size, deadline=250).run()
 
 
-SETUP = """
-import json, os, socket
-import tensorflow as tf
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0],
-    [tf.config.LogicalDeviceConfiguration()] * 2)
-import kerasdist
+SETUP = with_prelude("""
+import socket
+logical_devices(2)
 from kerasdist import RingStrategy, errors
 from kerasdist.strategies.native_communicator import Server
-"""
+""")
 
 
 @pytest.fixture(scope="module")
@@ -78,30 +73,23 @@ def test_it_needs_the_users_word_and_listens_at_the_tasks_address_only(session):
     """A stranger who reached the port on another address read and wrote all files."""
     results = session.run("""
 word = os.environ.pop("KERASDIST_ALLOW_OPEN_SERVERS")
-try:
-    RingStrategy(transport="native")
-except errors.ClusterError as error:
-    found = [str(error)]
+found = [refused(lambda: RingStrategy(transport="native"))]
 os.environ["KERASDIST_ALLOW_OPEN_SERVERS"] = word
 secret = os.environ.pop("KERASDIST_SECRET")
-try:
-    RingStrategy(transport="native", cluster={
-        "cluster": {"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]},
-        "task": {"type": "worker", "index": 0},
-    })
-except errors.ClusterError as error:
-    found.append([str(error), Server.address])
+other = {
+    "cluster": {"worker": ["203.0.113.1:2222", "203.0.113.2:2222"]},
+    "task": {"type": "worker", "index": 0},
+}
+text = refused(lambda: RingStrategy(transport="native", cluster=other))
+found.append([text, Server.address])
 os.environ["KERASDIST_SECRET"] = secret
 strategy = RingStrategy(transport="native")
 port = int(Server.address.rpartition(":")[2])
 for ip in ("127.0.0.1", "127.0.0.2", "::1"):
-    try:
-        socket.create_connection((ip, port), timeout=1).close()
-        found.append(ip)
-    except OSError as error:
-        found.append(type(error).__name__)
+    error = error_of(lambda: socket.create_connection((ip, port), timeout=1).close())
+    found.append(error[0] if error else ip)
 strategy.communicator.barrier()
-print("RESULT", json.dumps(found))
+result(found)
 """)
     for text, (secret, address), *reached in results:
         assert secret.startswith("This job has no secret")
@@ -138,15 +126,12 @@ def step():
 found = third.experimental_local_results(step())
 operations = step.get_concrete_function().graph.get_operations()
 where = {op.device[-5:] for op in operations if op.type == "CollectiveReduceV2"}
-print("RESULT", json.dumps([[v.numpy().tolist() for v in found], sorted(where)]))
+result([[v.numpy().tolist() for v in found], sorted(where)])
 
 config = json.loads(os.environ["TF_CONFIG"])
 config["cluster"]["worker"].reverse()
 config["task"]["index"] = 1 - config["task"]["index"]
-try:
-    RingStrategy(cluster=config, transport="native")
-except errors.ClusterError as error:
-    print("RESULT", json.dumps(str(error)))
+result(refused(lambda: RingStrategy(cluster=config, transport="native")))
 assert second.communicator.all_reduce([1])[0] == 2
 """)
     other = "A process can be a worker of only one cluster with transport='native'"
@@ -172,20 +157,16 @@ except tf.errors.OpError as error:
     assert strategy.communicator.failure is not None
     assert isinstance(failure, errors.CollectiveMismatch), failure
     assert "Shape mismatch" in str(failure), failure
-    print("RESULT true")
-try:
-    strategy.communicator.barrier()
-except errors.CollectiveMismatch:
-    print("RESULT true")
+    result(True)
+result(error_of(strategy.communicator.barrier)[0] == "CollectiveMismatch")
 """)
     assert [worker.results for worker in finished] == [[True, True]] * 2
 
 
 def train(size, *args):
-    with Workers(
+    results = Workers(
         ALL_TRANSPORTS, size, args=[str(arg) for arg in args], deadline=120
-    ) as job:
-        results = [worker.result for worker in job.succeed()]
+    ).results()
     assert all(result["equal"] for result in results)
     for result in results[1:]:
         assert result["outputs"] == results[0]["outputs"]
@@ -216,8 +197,7 @@ def test_a_worker_that_is_gone_is_named_on_every_survivor(rank, signum, size):
         "RingStrategy", heartbeat=30.0 if signum == signal.SIGKILL else 3.0
     ).replace("timeout=40", "timeout=60, transport='native'")
     with Workers(script, size, deadline=150) as job:
-        for worker in range(size):
-            job.wait_for_line(worker, "training")
+        job.wait_for_lines("training", size)
         job.kill(rank, signum)
         for each in set(range(size)) - {rank}:
             survivor = job.wait_one(each)
@@ -271,8 +251,7 @@ def loop(x):
     return x
 assert loop(tf.ones(2)).numpy().tolist() == [float(size) ** 5] * 2
 """
-    with Workers(PRELUDE + script, 3, deadline=120) as job:
-        job.succeed()
+    Workers(PRELUDE + script, 3, deadline=120).run()
 
 
 def test_a_script_that_used_tensorflow_before_is_warned():
@@ -282,9 +261,8 @@ def test_a_script_that_used_tensorflow_before_is_warned():
     import kerasdist
     kerasdist.RingStrategy(transport="native")
     """
-    with Workers(script, 2, deadline=120) as job:
-        for worker in job.succeed():
-            assert "TensorFlow was used before transport='native'" in worker.output
+    for worker in Workers(script, 2, deadline=120).run():
+        assert "TensorFlow was used before transport='native'" in worker.output
 
 
 def test_one_worker_needs_no_server():

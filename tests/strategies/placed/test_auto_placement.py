@@ -1,5 +1,3 @@
-"""`placement="auto"`, and a plan as a placement."""
-
 import textwrap
 
 from devices import TWO_LAYERS
@@ -80,8 +78,7 @@ print("RESULT", json.dumps({
 
 
 def test_variables_move_to_where_the_plan_says():
-    with Workers(TWO_LAYERS + textwrap.dedent(SCRIPT), 1) as job:
-        found = job.succeed()[0].result
+    found = Workers(TWO_LAYERS + textwrap.dedent(SCRIPT), 1).run()[0].result
 
     assert found["unplanned"]
     assert found["made"] == ["CPU:0"]

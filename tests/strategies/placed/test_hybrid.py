@@ -11,8 +11,6 @@ from workers import Workers
 
 PRELUDE = begin(2) + CLASSIFIER
 PRELUDE += """
-import hashlib
-
 def build():
     keras.utils.set_random_seed(1)
     return compiled(keras.Sequential([
@@ -72,8 +70,7 @@ def test_workers_may_be_placed_differently_and_files_have_no_devices(tmp_path):
             loaded.predict(x, verbose=0), found[PREDICTED], rtol=1e-5, atol=1e-6
         ))))
     """
-    with Workers(script(text), 2, args=[str(tmp_path)]) as job:
-        first, second = job.succeed()
+    first, second = Workers(script(text), 2, args=[str(tmp_path)]).run()
     (digest, devices, calls, ran), loads = first.results
     assert loads
     second_digest, other, more_calls, all_ran = second.result
@@ -112,8 +109,8 @@ def test_what_it_refuses_and_a_plan():
     ])
     result([plan.placement, devices_of(other)])
     """
-    with Workers(script(text), 1, env={"TF_CONFIG": None}, handover=False) as job:
-        found, (plan, devices) = job.succeed()[0].results
+    (alone,) = Workers(script(text), 1, env={"TF_CONFIG": None}, handover=False).run()
+    found, (plan, devices) = alone.results
     assert len(plan) == 3
     assert "CPU:1" in plan.values()
     for path, device in plan.items():

@@ -1,12 +1,10 @@
-"""What one device does of a placed model is measured, and leaves nothing behind."""
-
 import pytest
 from devices import begin
 
 from board import Board, series, text
 from workers import Workers
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 SCRIPT = """
 from kerasdist.callbacks import ScalingTensorBoard, job_view
@@ -84,8 +82,7 @@ result({**facts, "same": outcome(False) == with_it})
 
 
 def test_one_device(tmp_path):
-    with Workers(begin(2) + SCRIPT, 1, [str(tmp_path)], deadline=120) as job:
-        found = job.succeed()[0].result
+    found = Workers(begin(2) + SCRIPT, 1, [str(tmp_path)], deadline=120).run()[0].result
     # What copies need is known before.
     assert "fails: MemoryError: copies of other devices' variables take " in (
         found.pop("room")

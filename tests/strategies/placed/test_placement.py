@@ -68,8 +68,7 @@ def run(counts, plain_folder):
         "COUNTS": json.dumps(counts),
         "TF_CONFIG": None,
     }
-    with Workers(SCRIPT, 1, env=env, deadline=280) as job:
-        return job.succeed()[0].results
+    return Workers(SCRIPT, 1, env=env, deadline=280).run()[0].results
 
 
 def check(results, name, count):
@@ -139,8 +138,8 @@ for strategy in strategies:
 
 
 def test_steps_are_counted_as_by_keras_if_the_length_is_unknown():
-    with Workers(begin(2) + UNKNOWN, 1, env={"TF_CONFIG": None}, deadline=100) as job:
-        plain, placed = job.succeed()[0].results
+    job = Workers(begin(2) + UNKNOWN, 1, env={"TF_CONFIG": None}, deadline=100)
+    plain, placed = job.run()[0].results
     for (mine, losses), (theirs, expected) in zip(placed, plain, strict=True):
         assert mine == theirs
         np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -1,5 +1,3 @@
-"""Layers on other workers' devices, in real processes; and what is lost with them."""
-
 import json
 import signal
 import textwrap
@@ -232,8 +230,7 @@ def test_what_it_refuses_before_it_waits():
     print("RESULT", json.dumps(found))
     """
     env = {"KERASDIST_SECRET": None}
-    with Workers(script(text), 1, env=env) as job:
-        server, secret, task, word = job.succeed()[0].result
+    server, secret, task, word = Workers(script(text), 1, env=env).run()[0].result
     assert server.startswith("ModelParallelStrategy has no parameter servers.")
     assert secret.startswith("This job has no secret")
     assert "can't be used" in task

@@ -1,5 +1,3 @@
-"""What ran where, summed up from the runtime's operations."""
-
 from kerasdist._tf.graph_clocks import RunNode
 from kerasdist.strategies.placed.report import Move, Names, PlacementReport, places_of
 

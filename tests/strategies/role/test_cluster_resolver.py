@@ -1,5 +1,3 @@
-"""`cluster_resolver`, as an argument and as the attribute that scripts read."""
-
 import json
 
 import pytest

@@ -1,5 +1,3 @@
-"""Which workers run on this host: by their addresses, in all ways to write them."""
-
 import socket
 
 import pytest

@@ -1,5 +1,3 @@
-"""Strategies that can't use MPI refuse several processes of `mpirun`."""
-
 import pytest
 
 import kerasdist

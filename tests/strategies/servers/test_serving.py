@@ -1,5 +1,3 @@
-"""`ParameterServerStrategy.serve`: a server that doesn't end its process."""
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,5 +1,3 @@
-"""What each worker is given of the data: every sample once, in an agreed order."""
-
 import keras
 import numpy as np
 import pytest
@@ -214,8 +212,7 @@ for _ in range(2):
     SharingExtended.distribute_parts = functools.partialmethod(
         SharingExtended.distribute_parts, complete=False)
 """
-    with Workers(PRELUDE + script, 1) as job:
-        (host, *ours), (gpus, *theirs) = job.succeed()[0].results
+    (host, *ours), (gpus, *theirs) = Workers(PRELUDE + script, 1).run()[0].results
     assert (host, gpus) == ("PartsDataset", "DistributedDatasetsFromFunction")
     assert ours == theirs
 

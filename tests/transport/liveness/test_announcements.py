@@ -1,5 +1,3 @@
-"""Announcements: what the chief has done, known to others without a collective."""
-
 import pytest
 
 from groups import outcomes

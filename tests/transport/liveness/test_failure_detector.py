@@ -1,5 +1,3 @@
-"""Supervisors: one word on what failed, on all ranks, whatever comes in."""
-
 import threading
 import time
 
@@ -48,7 +46,6 @@ class Crew(Closing):
             connection.close()
 
     def failures(self):
-        """What every rank holds to be the failure, when all have one."""
         wait_until(
             lambda: all(s.failure is not None for s in self.ranks.values()),
             "a failure on all ranks",

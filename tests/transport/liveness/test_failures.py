@@ -1,5 +1,3 @@
-"""Faults of real worker processes end every other one, in time, and say why."""
-
 import json
 import signal
 import socket
@@ -8,8 +6,6 @@ import time
 import pytest
 
 from workers import FULL_STDERR, Workers
-
-pytestmark = pytest.mark.timeout(150)
 
 # Seconds after which a silent rank is lost. Long, but where silence is what is
 # tested: on a busy machine a rank may be silent for a second or two.
@@ -125,8 +121,7 @@ def job_of(transport, size, fault="", heartbeat=LONG, cases=(), **options):
 
 
 def loop(job):
-    for rank in range(job.size):
-        job.wait_for_line(rank, "LOOPING")
+    job.wait_for_lines("LOOPING", job.size)
 
 
 def check_lost(results, victim, address):

@@ -1,5 +1,3 @@
-"""Heartbeats between workers and servers."""
-
 import math
 import os
 import queue
@@ -16,8 +14,6 @@ from kerasdist.transport.liveness.heartbeat import Heartbeat
 
 
 class Ear:
-    """What a watch has told."""
-
     def __init__(self, heartbeat=20.0, last=None, hear=None, **options):
         self.frames = queue.SimpleQueue()
         self.ends = queue.SimpleQueue()

@@ -23,7 +23,6 @@ def pipe():
 
 
 def sent(pipe):
-    """The lines that are in the pipe."""
     try:
         return os.read(pipe.reading, 1 << 20).splitlines()
     except BlockingIOError:

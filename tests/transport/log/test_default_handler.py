@@ -171,8 +171,6 @@ def test_nothing_else_prints():
 
 
 class Slow(logging.Handler):
-    """Writes when it is allowed to."""
-
     def __init__(self):
         super().__init__()
         self.begun, self.may = threading.Event(), threading.Event()

@@ -70,7 +70,6 @@ def test_of_two_without_contact_the_later_one_is_left_out():
 
 
 def values(hint):
-    """All values of a type that a message has."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is int:
         return st.integers(0, (1 << 60) - 1)

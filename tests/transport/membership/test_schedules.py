@@ -73,7 +73,6 @@ def test_a_loss_takes_two_round_trips_and_the_news(lost):
 
 
 def flow(world, *processes):
-    """Deliver all messages among some processes."""
     while any(
         world.do(("deliver", a, b))
         for a in processes

@@ -1,5 +1,3 @@
-"""The listener: workers get through, strangers get nowhere and hold nobody up."""
-
 import contextlib
 import os
 import resource
@@ -9,7 +7,7 @@ import threading
 
 import pytest
 
-from groups import nothing_stays_open, open_sockets
+from groups import SECRET, listener_at, nothing_stays_open, open_sockets
 from kerasdist import errors
 from kerasdist.transport import handshake, log
 from kerasdist.transport.deadline import Deadline
@@ -24,23 +22,9 @@ from workers import free_ports
 # A refused stranger is a warning in the log, not in the test.
 pytestmark = pytest.mark.filterwarnings("error")
 
-SECRET = b"a secret of the tests"
-
-
-@contextlib.contextmanager
-def listener_at(address=None, secret=SECRET, **options):
-    """A listener, by default on a free port, released after the block."""
-    address = address or f"127.0.0.1:{free_ports(1)[0]}"
-    made = Listener.acquire(address, secret, **options)
-    try:
-        yield made
-    finally:
-        made.release()
-
 
 @pytest.fixture
 def listening():
-    """A listener on a free port, closed after the test; nothing is left of it."""
     with nothing_stays_open(), listener_at() as made:
         yield made
 
@@ -316,7 +300,6 @@ def test_a_name_is_dialed_at_all_its_addresses(names):
 
 @contextlib.contextmanager
 def another_user(work):
-    """A process of another user that does something, and is ended then."""
     pid = os.fork()
     if pid == 0:
         try:

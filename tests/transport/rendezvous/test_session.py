@@ -1,5 +1,3 @@
-"""Workers come together, or each that came says who is missing and why."""
-
 import hashlib
 import re
 import select

@@ -1,5 +1,3 @@
-"""A start-up that waits says for which tasks, and why they aren't there."""
-
 import contextlib
 import os
 import pty
@@ -120,7 +118,6 @@ def test_a_rank_that_comes_later(script, servers, who, here):
 
 
 def lines_of(said, sight, *, environ=None, failed=False):
-    """The lines of one wait, which ends when there is one."""
     notice = WaitingNotice(
         "rank 0",
         lambda: sight,

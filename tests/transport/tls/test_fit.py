@@ -1,18 +1,15 @@
-"""A fit over TLS has the numbers of one without."""
-
 import numpy as np
 import pytest
+from scripts import with_prelude
 
 from certificates import Authority
 from hosts import Hosts
 from workers import Workers
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.netns
 
-SCRIPT = """
-import gc, json, os, socket, sys, time
-import keras
-import numpy as np
+SCRIPT = with_prelude("""
+import gc, socket
 from kerasdist import ParameterServerStrategy, RingStrategy
 
 def connections():
@@ -54,8 +51,8 @@ else:
             open(os.environ["LEFT"], "w").close()
         while not os.path.exists(os.environ["LEFT"]):
             time.sleep(0.01)
-print("RESULT", json.dumps(found))
-"""
+result(found)
+""")
 
 
 def test_a_fit_has_the_same_numbers(tmp_path):
@@ -63,7 +60,7 @@ def test_a_fit_has_the_same_numbers(tmp_path):
     with Hosts(3) as hosts:
 
         def run(env, args=(), servers=0):
-            with Workers(
+            return Workers(
                 SCRIPT,
                 2,
                 args,
@@ -71,8 +68,7 @@ def test_a_fit_has_the_same_numbers(tmp_path):
                 cluster=hosts.addresses[: 2 + servers],
                 prefix=hosts.prefix,
                 servers=servers,
-            ) as job:
-                return [worker.result for worker in job.succeed()[:2]]
+            ).results()
 
         rings = run({"TLS": tls, "LEFT": str(tmp_path / "left")})
         served = run({"KERASDIST_TLS": tls}, ["servers"], 1)

@@ -1,5 +1,3 @@
-"""A TLS socket behaves as a plain one, for one thread and for several."""
-
 import os
 import queue
 import socket

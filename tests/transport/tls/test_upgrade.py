@@ -1,5 +1,3 @@
-"""Who has no valid certificate of the CA is refused, and both sides know why."""
-
 import contextlib
 import datetime
 import socket
@@ -53,12 +51,8 @@ def use(monkeypatch):
 @contextlib.contextmanager
 def listening():
     address = addresses_of(1)[0]
-    with groups.nothing_stays_open():
-        listener = Listener.acquire(address, SECRET)
-        try:
-            yield listener
-        finally:
-            listener.release()
+    with groups.nothing_stays_open(), groups.listener_at(address, SECRET) as listener:
+        yield listener
 
 
 def dial(address, seconds=20.0):

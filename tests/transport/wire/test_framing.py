@@ -1,5 +1,3 @@
-"""Frames and records come out as they went in; anything else is named and refused."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Both sides prove the secret, to each other and for one purpose, and nothing else."""
-
 import contextlib
 import hashlib
 import hmac

@@ -1,5 +1,3 @@
-"""Whatever comes in, from strangers or holders of the secret, nobody crashes."""
-
 import contextlib
 import logging
 import queue
@@ -11,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from certificates import Authority
-from groups import connections, in_threads, nothing_stays_open
+from groups import connections, in_threads, listener_at, nothing_stays_open
 from kerasdist import errors
 from kerasdist.parameter_server.membership import Event, Goodbye
 from kerasdist.transport import Timeouts, framing, handshake, log
@@ -22,7 +20,6 @@ from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import dial_tcp
-from kerasdist.transport.rendezvous.listener import Listener
 from workers import free_ports
 
 SECRET = b"the secret of the tests"
@@ -51,7 +48,6 @@ lengths = st.sampled_from([0, 1, 61, 1 << 20, 1 << 21, 1 << 63])
 
 @st.composite
 def frames(draw, kinds=tuple(FrameType), payload=payloads):
-    """A frame, often with something wrong about it."""
     payload = draw(payload)
     length = draw(st.just(len(payload)) | st.just(len(payload)) | lengths)
     header = bytearray(pack_header(draw(st.sampled_from(kinds)), length))
@@ -174,7 +170,6 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
     caplog.set_level(logging.CRITICAL, "kerasdist")
     address = f"127.0.0.1:{free_ports(1)[0]}"
     host, _, port = address.rpartition(":")
-    listening = Listener.acquire(address, SECRET)
 
     def come(sent):
         with (
@@ -188,7 +183,7 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
     def four(sent):
         in_threads(4, lambda i: come(sent[i]))
 
-    try:
+    with listener_at(address, SECRET) as listening:
         four()
         hello = {"session": "s", "purpose": "p", "rank": 1}
         with dial_tcp(address, SECRET, hello, Deadline(60)):
@@ -196,7 +191,5 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
             taken = listening.pending.take("s", "p", 1, Deadline(60), stop)
             assert taken is not None
             taken.close()
-    finally:
-        listening.release()
     log.flush(60)
     assert not [r for r in caplog.records if r.exc_info], caplog.text

@@ -1,5 +1,3 @@
-"""What callbacks have counted, which another process takes over."""
-
 from __future__ import annotations
 
 import json

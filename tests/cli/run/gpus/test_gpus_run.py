@@ -1,5 +1,3 @@
-"""The GPUs of a host and their division: real processes, and a program as driver."""
-
 import json
 import os
 import signal
@@ -11,7 +9,6 @@ from kerasdist.cli.run.hosts.find_gpus import find_gpus
 from kerasdist.cli.run.job_spec import divide, divisions_in_words
 from pace import bound
 
-pytestmark = pytest.mark.timeout(90)
 _NO_SSH = SshHosts.available()
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 SHOW = f"""

@@ -1,5 +1,3 @@
-"""`kerasdist run -H`: real `sshd`s on hosts with addresses of their own."""
-
 import json
 import os
 import re
@@ -19,10 +17,7 @@ from waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
 _WHY_NOT = SshHosts.available()
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT)),
-]
+pytestmark = pytest.mark.skipif(_WHY_NOT is not None, reason=str(_WHY_NOT))
 
 
 @pytest.fixture(scope="module")

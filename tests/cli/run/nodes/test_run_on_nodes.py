@@ -1,5 +1,3 @@
-"""`kerasdist run --nnodes`: a launcher on each of several hosts."""
-
 import json
 import socket
 import threading
@@ -19,7 +17,6 @@ from launching import wait_until_said
 from pace import bound
 from workers import free_ports
 
-pytestmark = pytest.mark.timeout(120)
 SECRET = b"secret" * 8
 
 

@@ -1,5 +1,3 @@
-"""Workers that are lost, or late, before all of an elastic job are connected."""
-
 import signal
 
 import elastic_members
@@ -41,7 +39,6 @@ report(ElasticCommunicator, "begin", None, "begun")
 happen("script")
 time.sleep(options.get("late", {}).get(str(me), 0.0) if not again else 0.0)
 """
-pytestmark = pytest.mark.timeout(120)
 
 
 def start(folder, size, *at, **options):
@@ -125,8 +122,7 @@ def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path):
 def test_a_job_grows(tmp_path):
     """Tasks beyond those of the start join whenever they are started."""
     late = {"0": bound(0.2), "1": bound(0.2), "3": bound(1.0)}
-    with start(tmp_path, 4, start_workers=2, full=True, late=late) as job:
-        finished = job.succeed()
+    finished = start(tmp_path, 4, start_workers=2, full=True, late=late).run()
     for each in finished:
         check(each, 3)
         assert each.result["joined"] == (each.rank >= 2)

@@ -1,5 +1,3 @@
-"""Processes that were started again, or late, and members that are slow to answer."""
-
 import signal
 
 import pytest
@@ -7,8 +5,6 @@ from elastic_members import start
 
 from pace import bound
 from workers import Workers
-
-pytestmark = pytest.mark.timeout(120)
 
 # Those that are started again are slow to ask rank 2.
 SLOW = """
@@ -49,11 +45,9 @@ def test_most_of_the_tasks_dont_start_again_beside_the_rest(tmp_path):
         for rank in (0, 1):
             job.wait_one(rank)
             job.start_again(rank)
-        for rank in (0, 1):
-            job.wait_for_line(rank, "STARTS")
+        job.wait_for_lines("STARTS", 2)
         job.kill(2, signal.SIGCONT)
-        for rank in range(3):
-            job.wait_for_line(rank, "MEMBERS [0, 1, 2]")
+        job.wait_for_lines("MEMBERS [0, 1, 2]", 3)
         (tmp_path / "enough").touch()
         for each in job.wait():
             assert each.returncode == 0, job.report()
