@@ -2,8 +2,8 @@
 
 The gradient of a batch of B samples is the true gradient plus noise, whose variance is
 that of one sample divided by B. Norms of two batch sizes tell the two apart. Each step
-has both: of the replicas' gradients, and of their mean (McCandlish et al., "An empirical
-model of large-batch training", 2018, appendix A.1):
+has both: of the replicas' gradients, and of their mean (McCandlish et al., "An
+empirical model of large-batch training", 2018, appendix A.1):
 
     mean of a replica's |g|^2      |G|^2 + variance / (rows of a replica)
     |mean over the replicas|^2     |G|^2 + variance / (rows of the global batch)
