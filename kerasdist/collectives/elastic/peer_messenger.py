@@ -396,6 +396,7 @@ class PeerMessenger:
         self._known: dict[Member, str] = {}
         self.facts: dict[str, Any] = {}
         self._stop = Cancellation()
+        self._closing = False
         self._lock = threading.Lock()
         self._outgoing: dict[Member, queue.SimpleQueue[bytes | None]] = {}
         self._threads: set[threading.Thread] = set()
@@ -407,8 +408,8 @@ class PeerMessenger:
     def send(self, to: Member, message: Message) -> None:
         """Send a message, which may be lost. Doesn't wait."""
         with self._lock:
-            if self._stop.is_set():
-                return
+            if self._closing:
+                return  # nobody would end the thread of a new line
             waiting = self._outgoing.get(to)
             if waiting is None:
                 waiting = self._outgoing[to] = queue.SimpleQueue()
@@ -510,6 +511,7 @@ class PeerMessenger:
     def close(self) -> None:
         """Close all lines, when what waits has been sent. Can be called twice."""
         with self._lock:
+            self._closing = True
             waiting = list(self._outgoing.values())
             self._outgoing.clear()
             threads = [t for t in self._threads if t is not threading.current_thread()]

@@ -57,6 +57,17 @@ def test_a_newcomer_knows_that_another_process_has_an_absent_ones_address():
         assert chief.contact(absent) is mine.contact(absent) is Contact.DEAD
 
 
+def test_a_message_while_lines_are_closed_leaves_no_thread():
+    """It comes when the last messages are awaited."""
+    with contextlib.ExitStack() as undo:
+        lines = Lines(2, undo)
+        mine, message = lines.of(Member(0)), Gone()
+        end = mine._stop.set
+        mine._stop.set = lambda: (mine.send(Member(1), message), end())
+        mine.close()
+        assert not [t for t in threading.enumerate() if "line to" in t.name]
+
+
 def test_a_process_that_ends_is_dead_and_not_out_of_contact():
     """While the system frees its memory, it still listens, and then it doesn't."""
     with contextlib.ExitStack() as undo:
