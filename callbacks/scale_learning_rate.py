@@ -273,12 +273,14 @@ class ScaleLearningRate(JobCallback):
         self._norms, self._calls = [], 0
         if self.rule != "adascale" or growth == 1 or hooks is None:
             return
-        if hooks.norms is None or hooks.workers.replicas < 2:
+        strategy = self.model.distribute_strategy
+        # A worker that is to join an elastic job is alone until then.
+        replicas = strategy.num_replicas_in_sync
+        if hooks.norms is None or replicas < 2:
             raise ValueError(
                 "`ScaleLearningRate(rule='adascale')` compares the gradients of at "
                 "least two replicas with their mean, by which each step updates. "
-                f"Received: {hooks.workers.replicas} replica(s) of "
-                f"{type(self.model.distribute_strategy).__name__}. Use "
+                f"Received: {replicas} replica(s) of {type(strategy).__name__}. Use "
                 "`rule='linear'`, or a synchronous strategy without `local_steps` and "
                 "without a compressor that keeps a rest."
             )

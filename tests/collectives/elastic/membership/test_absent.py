@@ -57,13 +57,18 @@ def test_a_newcomer_knows_that_another_process_has_an_absent_ones_address():
         assert chief.contact(absent) is mine.contact(absent) is Contact.DEAD
 
 
-def test_a_message_while_lines_are_closed_leaves_no_thread():
+def test_a_message_while_lines_are_closed_leaves_no_thread(monkeypatch):
     """It comes when the last messages are awaited."""
     with contextlib.ExitStack() as undo:
-        lines = Lines(2, undo)
-        mine, message = lines.of(Member(0)), Gone()
-        end = mine._stop.set
-        mine._stop.set = lambda: (mine.send(Member(1), message), end())
+        mine = Lines(2, undo).of(Member(0))
+        mine.send(Member(1), Gone())
+        join = threading.Thread.join
+
+        def joined(thread, timeout=None):
+            mine.send(Member(1), Gone())
+            join(thread, timeout)
+
+        monkeypatch.setattr(threading.Thread, "join", joined)
         mine.close()
         assert not [t for t in threading.enumerate() if "line to" in t.name]
 
