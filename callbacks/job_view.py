@@ -256,6 +256,7 @@ class JobView:
         self.stage_clock: StageClock | None = stage_clock_of(self._strategy)
         self.in_step = self.hooks is None or not self.hooks.dynamic
         self._reads: Counter[int] = Counter()
+        self._norms = GradientNorms()
 
     @property
     def is_chief(self) -> bool:
@@ -305,7 +306,11 @@ class JobView:
     def take_norms(self) -> GradientNorms:
         """Return the norms of this worker's gradients since the last call."""
         meter = None if self.hooks is None else self.hooks.norms
-        return GradientNorms() if meter is None else meter.take()
+        before, self._norms = (
+            self._norms,
+            GradientNorms() if meter is None else meter.read(),
+        )
+        return before.plus(self._norms, kept=-1.0)
 
     def noise(self, norms: Sequence[GradientNorms]) -> GradientNoise | None:
         """Return the noise that the norms of all workers show, if they do."""

@@ -156,6 +156,7 @@ class ScaleLearningRate(JobCallback):
         # The growth of the batch, if the gain is measured; and the last steps' norms.
         self._measured: float | None = None
         self._norms: list[GradientNorms] = []
+        self._read = GradientNorms()
         self._calls = 0
         self._begun = False
         self._restored = 0
@@ -245,6 +246,12 @@ class ScaleLearningRate(JobCallback):
         if self.verbose and (hooks is None or hooks.workers.rank == 0):
             log.info("%s", self._line(behind))
 
+    def _adopt_state(self, state: dict[str, Any]) -> None:
+        """See `JobCallback._adopt_state`; what was read is each worker's own."""
+        own = self._read
+        super()._adopt_state(state)
+        self._read = own
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Agree on the gain of the last steps, now and then."""
         if self._measured is None:
@@ -284,7 +291,14 @@ class ScaleLearningRate(JobCallback):
                 "`rule='linear'`, or a synchronous strategy without `local_steps` and "
                 "without a compressor that keeps a rest."
             )
-        hooks.norms.take()  # of an earlier `fit`
+        windows = [each.gradient_accumulation_steps for each in self._optimizers()]
+        if any(windows):
+            raise ValueError(
+                "`ScaleLearningRate(rule='adascale')` needs an update in each step. "
+                f"Received: gradient_accumulation_steps={windows}. Use "
+                "`rule='linear'`, or leave out the accumulation."
+            )
+        self._read = hooks.norms.read()  # also those of an earlier `fit`
         self._measured = growth
 
     def _agree(self) -> None:
@@ -292,7 +306,9 @@ class ScaleLearningRate(JobCallback):
         hooks = self._hooks()
         if hooks is None or self._measured is None:
             return
-        mine = np.array(hooks.norms.take())
+        before = GradientNorms(*self._read)
+        self._read = hooks.norms.read()
+        mine = np.array(before.plus(self._read, kept=-1.0))
         every = hooks.workers.communicator.all_gather(mine)
         new = [GradientNorms(*map(float, row)) for row in every]
         replicas, steps = hooks.workers.replicas, new[0].steps

@@ -48,15 +48,12 @@ class GradientNormMeter:
         self._host = host
         self._reduce = reduce
         self._sums: Any = None
-        self._taken = np.zeros(len(GradientNorms._fields))
 
-    def take(self) -> GradientNorms:
-        """Return the sums since the last call; eagerly."""
+    def read(self) -> GradientNorms:
+        """Return the sums of all steps so far; eagerly."""
         if self._sums is None:
             return GradientNorms()
-        now = np.asarray(self._sums.numpy())
-        new, self._taken = now - self._taken, now
-        return GradientNorms(*map(float, new))
+        return GradientNorms(*map(float, self._sums.numpy()))
 
     def reduce(self, gradients: Sequence[Any], share: Any, **options: Any) -> list[Any]:
         """Reduce gradients, and note their norms if this step is measured."""
@@ -72,7 +69,9 @@ class GradientNormMeter:
         replicas, first = self._workers.replicas, _tf.local_replica_id() == 0
         if self._sums is None:
             with tf.init_scope():
-                self._sums = _tf.own_variable(self._taken, tf.float64, self._host)
+                self._sums = _tf.own_variable(
+                    np.zeros(len(GradientNorms._fields)), tf.float64, self._host
+                )
         with _tf.outside_of_xla():
             rows = tf.cast(current.total_rows, tf.float64)
             share = tf.cast(share, tf.float64)
