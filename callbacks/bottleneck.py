@@ -21,6 +21,7 @@ from typing import Any
 
 from kerasdist.callbacks.summaries import Figures
 from kerasdist.placement.plan import human_bytes
+from kerasdist.strategies.measure.machine import MachineUsage
 
 # The report of a whole `fit`: its figures and verdict, as markdown and as text.
 
@@ -104,6 +105,11 @@ def _table(figures: Figures) -> list[tuple[str, str]]:
         "staleness": f.mean_staleness is not None
         and f"mean {f.mean_staleness:.1f} steps, at most {max(f.staleness)}",
         "stages idle": ", ".join(f"{share:.0%}" for share in f.idle),
+        "cores": f.busy_cores is not None
+        and f"{f.busy_cores:.1f} of {_cores(f):.0f} busy, mean over the workers",
+        "memory": f.busy_cores is not None
+        and f"{human_bytes(max(one.memory for one in f.machines.values()))}, the "
+        "largest of a worker",
     }
     return [(name, value) for name, value in known.items() if value]
 
@@ -117,6 +123,11 @@ _NEAR_LINK = 0.4
 _SCALES = 0.9
 # A worker more that adds less than this part of the first one's progress hardly pays.
 _PAYS = 0.3
+# A host swaps if it moves more bytes per second than this.
+_SWAPS = 1 << 20
+_FULL = 0.95  # of its memory
+# With fewer busy cores than this one core does the work, or none.
+_ONE_CORE, _NO_CORE = 1.5, 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,6 +253,8 @@ _SENTENCES = {
 - Rank {rank} works {busiest} of each step, the fastest worker {fastest}. It lags {lag}
   behind the others, mostly while {slow_while}.
 - A worker waits {wait} in a step for others, {wait_share:.0%} of it.
+- [slow to compute on known machines] Rank {rank} keeps {rank_busy:.1f} of its
+  {rank_cores:.0f} cores busy, all workers {busy_cores:.1f} on average.
 + [slow to read] Look at how rank {rank} reads its data: its disk, its network, the
   number of its cores{own_data}
 + [slow between steps] Look for work that only rank {rank} does after each batch: a
@@ -255,6 +268,10 @@ _SENTENCES = {
 """,
     "input": """
 - A worker waits {input} in each step for its next batch, and computes {compute}.
+- [one core works] {busy_cores:.1f} of a worker's {cores:.0f} cores are busy: about one
+  core prepares the data.
+- [no core works] {busy_cores:.1f} of a worker's {cores:.0f} cores are busy: the data
+  are awaited, from a disk ({disk}/s) or a network, not computed.
 + [given arrays] Use a larger `batch_size`: the rows of each batch are taken out of the
   arrays, which costs nearly the same for a few rows as for more.
 + [given arrays] Give `fit` arrays that are in memory, and of the dtype that the model
@@ -302,6 +319,7 @@ _SENTENCES = {
 """,
     "compute": """
 - {computing:.0%} of each step is computing and updating.
+- [machines known] A worker keeps {busy_cores:.1f} of its {cores:.0f} cores busy.
 - [slower than alone] Each worker computes slower than one alone: workers share cores or
   memory, or each one's part of a batch is small.
 + [slower than alone] Give each worker cores of its own (`kerasdist run` does so), at
@@ -312,8 +330,15 @@ _SENTENCES = {
   it faster; more workers hardly do.
 """,
 }
-# Further ones of each limit.
+# Those of each limit: before its own, and after them.
+_FIRST = """
+- [a host swaps] Rank {swapping} swaps: its host moves {swapped}/s to and from swap.
+- [a host is full] The host of rank {full} uses {full_part:.0%} of its memory.
++ [a host swaps] Use a smaller `batch_size`, fewer workers on the host of rank
+  {swapping}, or more memory there: swap is slower by orders of magnitude.
+"""
 _ALWAYS = """
+- [GPUs] GPUs are busy {gpu:.0%} of the time.
 - [efficiency unknown] The scaling efficiency isn't known without the speed of one
   {one}: give `baseline=` examples per second, or `calibrate=True`.
 - [efficiency known] {speed:,.0f} examples/s are {efficiency:.0%} of {times}the speed of
@@ -340,7 +365,9 @@ def _say(limit: str, figures: Figures) -> tuple[list[str], list[str]]:
     """Return the sentences that show a limit, and those on what to change."""
     said: dict[str, list[str]] = {"-": [], "+": []}
     words, fits = _words(figures), _is(figures)
-    for kind, condition, text in _SENTENCE.findall(_SENTENCES[limit] + _ALWAYS):
+    for kind, condition, text in _SENTENCE.findall(
+        _FIRST + _SENTENCES[limit] + _ALWAYS
+    ):
         if not condition or fits[condition]:
             said[kind].append(" ".join(text.split()).format(**words))
     if limit == "stages" and words["unequal"] < words["bubble"]:
@@ -352,7 +379,19 @@ def _is(figures: Figures) -> dict[str, bool]:
     """Return which conditions of sentences a job meets."""
     f = figures
     reads, between = f.slow_part == "input", f.slow_part == "outside"
+    busy, several = f.busy_cores, _cores(f) >= 2
+    every = f.machines.values()
+    swaps = any(one.per_second("swapped") > _SWAPS for one in every)
     return {
+        "a host swaps": swaps,
+        "a host is full": not swaps and any(one.host_memory > _FULL for one in every),
+        "GPUs": any(one.gpus for one in every),
+        "machines known": busy is not None,
+        "one core works": several and busy is not None and _NO_CORE < busy < _ONE_CORE,
+        "no core works": several and busy is not None and busy <= _NO_CORE,
+        "slow to compute on known machines": not reads
+        and not between
+        and f.slowest in f.machines,
         "slow to read": reads,
         "slow between steps": between,
         "slow to compute": not reads and not between,
@@ -379,6 +418,35 @@ def _is(figures: Figures) -> dict[str, bool]:
     }
 
 
+def _cores(figures: Figures) -> float:
+    """Return the number of cores of a worker, mean over the workers; 0: not known."""
+    every = figures.machines.values()
+    return sum(one.cores for one in every) / len(every) if every else 0.0
+
+
+def _words_of_machines(figures: Figures) -> dict[str, Any]:
+    """Return what sentences name of the workers' machines."""
+    used = figures.machines or {0: MachineUsage()}
+    every = used.values()
+    swapping = max(used, key=lambda rank: used[rank].per_second("swapped"))
+    full = max(used, key=lambda rank: used[rank].host_memory)
+    gpus = sum(one.per_second("gpu") for one in every)
+    slowest = used.get(-1 if figures.slowest is None else figures.slowest)
+    slowest = slowest or MachineUsage()
+    return {
+        "swapping": swapping,
+        "swapped": human_bytes(used[swapping].per_second("swapped")),
+        "full": full,
+        "full_part": used[full].host_memory,
+        "gpu": gpus / max(sum(one.gpus for one in every), 1.0),
+        "busy_cores": figures.busy_cores,
+        "cores": _cores(figures),
+        "rank_busy": slowest.per_second("cpu"),
+        "rank_cores": slowest.cores,
+        "disk": human_bytes(max(one.per_second("disk") for one in every)),
+    }
+
+
 def _words(figures: Figures) -> dict[str, Any]:
     """Return what sentences name: times and sizes with units, and numbers."""
     f, parts = figures, figures.phases
@@ -386,6 +454,7 @@ def _words(figures: Figures) -> dict[str, Any]:
     stages = [1 - share for share in f.idle] or [0.0]
     unequal, bubble = _waits(f)
     return {
+        **_words_of_machines(f),
         **{phase: in_seconds(seconds) for phase, seconds in parts.items()},
         "step": in_seconds(f.step_seconds),
         "traffic": in_seconds(parts["pack"] + parts["communicate"]),

@@ -35,6 +35,7 @@ from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.collectives import gather_json
 from kerasdist.prediction.noise import GradientNorms, add_norms
 from kerasdist.strategies.measure.communication import StepTimes, link_speed
+from kerasdist.strategies.measure.machine import MachineReader, MachineUsage
 from kerasdist.strategies.measure.stages import StageTimes
 from kerasdist.transport import log
 
@@ -56,12 +57,14 @@ class _Row(NamedTuple):
         window: Its `Windows.state`.
         reads: Pairs of staleness and number of reads.
         norms: The sums of its `GradientNorms`.
+        machine: Its `MachineUsage`.
     """
 
     times: dict[str, Any]
     window: list[float]
     reads: list[tuple[int, int]]
     norms: list[float]
+    machine: list[float]
 
 
 class ScalingTensorBoard(JobCallback):
@@ -162,6 +165,7 @@ class ScalingTensorBoard(JobCallback):
         self._seconds = 0.0
         self._staleness: Counter[int] = Counter()
         self._stages: StageTimes | None = None
+        self._machines: dict[int, MachineUsage] = {}
         # Of each worker; those of the newest windows, and of all.
         self._recent: list[GradientNorms] = []
         self._norms: list[GradientNorms] = []
@@ -204,6 +208,7 @@ class ScalingTensorBoard(JobCallback):
         self._steps = self._job.steps_taken()
         self._job.take_reads()
         self._job.take_norms()
+        self._machine = MachineReader()
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
         self._arrays = fits_arrays()
@@ -273,6 +278,7 @@ class ScalingTensorBoard(JobCallback):
         if changes is None or not changes.has_changed:
             return False
         self._job.clock.take()
+        self._machine.take()
         self._windows = Windows(self._update_freq, self._job.steps_per_call)
         self._calls = self._counted = 0
         self._forget_sums()
@@ -405,7 +411,8 @@ class ScalingTensorBoard(JobCallback):
         self._choose_sample()
         times, lags = vars(self._job.clock.take()), self._job.take_reads()
         norms = self._job.take_norms()
-        mine = _Row(times, self._windows.state(), [*lags.items()], [*norms])
+        state, reads = self._windows.state(), [*lags.items()]
+        mine = _Row(times, state, reads, [*norms], [*self._machine.take()])
         rows = [_Row(*each) for each in gather_json(self._job.communicator, mine)]
         every = [StepTimes(**row.times) for row in rows]
         self._windows.begin(every[0], rows[0].window)
@@ -413,23 +420,31 @@ class ScalingTensorBoard(JobCallback):
             return
         ranks = tuple(one.rank for one in every)
         self._events.note_workers(self._job.happened(), ranks)
-        reads = sum((Counter(dict(row.reads)) for row in rows), Counter[int]())
+        every_read = sum((Counter(dict(row.reads)) for row in rows), Counter[int]())
+        used = [MachineUsage(*row.machine) for row in rows]
         new = [GradientNorms(*row.norms) for row in rows]
         self._recent = add_norms(self._recent, new, _KEPT_NORMS)
         self._norms = add_norms(self._norms, new)
-        self._write(every, reads)
+        self._write(every, every_read, dict(zip(ranks, used, strict=True)))
         self._windows.cost(time.monotonic() - begin)
 
-    def _write(self, every: list[StepTimes], reads: Counter[int]) -> None:
+    def _write(
+        self,
+        every: list[StepTimes],
+        reads: Counter[int],
+        machines: dict[int, MachineUsage],
+    ) -> None:
         stages = self._job.take_stages()
         if stages is not None:
             self._stages = stages if self._stages is None else self._stages.plus(stages)
             if not stages.steps:
                 stages = self._stages  # no step of this window was measured
-        figures = self._figures(every, reads, stages, self._recent)
+        figures = self._figures(every, reads, stages, self._recent, machines)
         for one in every:
             before = self._sums.get(one.rank)
             self._sums[one.rank] = one if before is None else before.plus(one)
+            used = self._machines.get(one.rank, MachineUsage())
+            self._machines[one.rank] = used.plus(machines[one.rank])
         # A worker without a batch in an epoch measures no time, although it passes.
         self._seconds += max(one.seconds for one in every)
         self._staleness.update(reads)
@@ -456,6 +471,7 @@ class ScalingTensorBoard(JobCallback):
         reads: Mapping[int, int],
         stages: StageTimes | None,
         norms: list[GradientNorms],
+        machines: Mapping[int, MachineUsage],
         seconds: float | None = None,
     ) -> Figures | None:
         idle: tuple[float, ...] = ()
@@ -474,6 +490,7 @@ class ScalingTensorBoard(JobCallback):
             idle=idle,
             compression=self._job.compression(),
             noise=self._job.noise(norms),
+            machines={rank: used for rank, used in machines.items() if used.seconds},
         )
 
     def _conclude(self) -> None:
@@ -482,7 +499,12 @@ class ScalingTensorBoard(JobCallback):
             return
         times = [self._sums[rank] for rank in sorted(self._sums)]
         self.figures = self._figures(
-            times, self._staleness, self._stages, self._norms, self._seconds
+            times,
+            self._staleness,
+            self._stages,
+            self._norms,
+            self._machines,
+            self._seconds,
         )
         text = ""
         if self.figures is not None:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 
 from kerasdist.prediction.noise import GradientNoise
 from kerasdist.strategies.measure.communication import StepTimes
+from kerasdist.strategies.measure.machine import MachineUsage
 
 # The figures of a window of steps of all workers: pure functions of numbers.
 
@@ -64,6 +65,8 @@ class Figures:
         compression: "bytes_before" and "bytes_after" of the gradients of a step, and
             "unsent_norm", of the chief; empty without a compressor.
         noise: The noise of the gradients; None if it isn't known.
+        machines: What workers use of their machines, by rank; empty in the first second
+            of a job.
     """
 
     workers: int
@@ -88,6 +91,7 @@ class Figures:
     idle: Sequence[float] = ()
     compression: Mapping[str, float] = dataclasses.field(default_factory=dict)
     noise: GradientNoise | None = None
+    machines: Mapping[int, MachineUsage] = dataclasses.field(default_factory=dict)
 
     @property
     def alone(self) -> int:
@@ -123,6 +127,12 @@ class Figures:
         return self.noise.goodput(self.examples_per_second, batch, base)
 
     @property
+    def busy_cores(self) -> float | None:
+        """The cores that a worker keeps busy, mean over the workers, or None."""
+        used = self.machines.values()
+        return sum(one.per_second("cpu") for one in used) / len(used) if used else None
+
+    @property
     def mean_staleness(self) -> float | None:
         """The mean of `staleness`, in steps; None if weights weren't read."""
         steps = sum(lag * count for lag, count in self.staleness.items())
@@ -156,7 +166,7 @@ def combine(
         in_step: Whether workers take each step together.
         between_devices: Bytes moved between the devices of one worker in a step.
         job: Further fields of `Figures`: `arrays`, `link`, `baseline`, `devices`,
-            `staleness`, `idle`, `compression`, `noise`.
+            `staleness`, `idle`, `compression`, `noise`, `machines`.
     """
     moved = [one for one in times if one.steps > 0 and one.seconds > 0]
     if not moved:
@@ -269,7 +279,17 @@ CHARTS = {
         ),
         "Examples per second that count, beside batches of one worker": "batch/goodput",
     },
-    "6. The job": {
+    "6. The machines": {
+        "Cores that a worker keeps busy": "machine/busy_cores",
+        "Bytes of memory of a worker": "machine/memory",
+        "Percent of a host's memory in use": "machine/host_memory_percent",
+        "Bytes per second to and from swap": "machine/swap",
+        "Bytes per second over a host's network": "machine/network",
+        "Bytes per second from and to disks": "machine/disk",
+        "Percent of the time that a worker's GPUs are busy": "machine/gpu_percent",
+        "Bytes of memory of a worker's GPUs": "machine/gpu_memory",
+    },
+    "7. The job": {
         "Learning rate": "job/learning_rate",
         "Global batch": "job/global_batch",
         "Workers": "job/workers",
@@ -326,6 +346,7 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
         },
         "batch/next_worker_percent": {"": f.next_worker and 100 * f.next_worker},
         "batch/goodput": {"": f.goodput},
+        **_machine_lines(f, each),
         "job/learning_rate": {"": learning_rate},
         "job/global_batch": {"": f.global_batch},
         "job/workers": {"": f.workers},
@@ -336,6 +357,32 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
             if value is not None:
                 found.setdefault(run, {})[tag] = value
     return found
+
+
+def _machine_lines(
+    figures: Figures, each: Callable[[str, Mapping[Any, float]], dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Return the lines of the workers' machines by tag, one of each rank."""
+    used = figures.machines
+    with_gpus = {rank: one for rank, one in used.items() if one.gpus}
+
+    def rates(name: str) -> dict[int, float]:
+        return {rank: one.per_second(name) for rank, one in used.items()}
+
+    found: dict[str, dict[int, float]] = {
+        "busy_cores": rates("cpu"),
+        "memory": {rank: one.memory for rank, one in used.items()},
+        "host_memory_percent": {r: 100 * one.host_memory for r, one in used.items()},
+        "swap": rates("swapped"),
+        "network": rates("network"),
+        "disk": rates("disk"),
+        "gpu_percent": {
+            rank: 100 * one.per_second("gpu") / one.gpus
+            for rank, one in with_gpus.items()
+        },
+        "gpu_memory": {rank: one.gpu_memory for rank, one in with_gpus.items()},
+    }
+    return {f"machine/{tag}": each("rank", lines) for tag, lines in found.items()}
 
 
 def _useful(figures: Figures) -> float | None:

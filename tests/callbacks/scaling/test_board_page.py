@@ -10,6 +10,7 @@ from kerasdist.callbacks.bottleneck import judge, to_markdown
 from kerasdist.callbacks.summaries import PHASES, Summaries, combine
 from kerasdist.prediction.noise import GradientNoise
 from kerasdist.strategies.measure.communication import StepTimes
+from kerasdist.strategies.measure.machine import MachineUsage
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -85,6 +86,10 @@ def write(folder):
             staleness={0: 5, 1: 3, 2: 1 + step % 2},
             idle=(0.2, 0.3 + step / 1000),
             noise=GradientNoise(gradient=1.0, variance=100.0 + step),
+            machines={
+                rank: MachineUsage(10, 7.5 + step / 100, 8, 3e9, 0.5, gpus=2, gpu=19)
+                for rank in range(2)
+            },
         )
         assert figures is not None
         numbers = summaries.scalars(figures, 0.1 - step / 4000)

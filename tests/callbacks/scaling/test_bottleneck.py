@@ -9,6 +9,7 @@ from kerasdist.callbacks import bottleneck
 from kerasdist.callbacks.bottleneck import LEAST, judge
 from kerasdist.callbacks.summaries import PHASES, Figures
 from kerasdist.prediction.noise import GradientNoise
+from kerasdist.strategies.measure.machine import MachineUsage
 
 
 def figures(workers=4, *, busy=None, **more):
@@ -31,6 +32,11 @@ def figures(workers=4, *, busy=None, **more):
         "link": 1e9,
     }
     return Figures(**{**facts, **more})
+
+
+def machines(cores, **more):
+    """Ten seconds of four workers that keep some of their eight cores busy."""
+    return {rank: MachineUsage(10, 10 * cores, 8, **more) for rank in range(4)}
 
 
 def words(verdict):
@@ -162,6 +168,49 @@ SAID = [
         "compute",
         ["one worker more adds 99% of", "More workers make it faster"],
         ["past the useful size"],
+    ),
+    (
+        figures(compute=90, machines=machines(7.5, gpus=1, gpu=9)),
+        "compute",
+        ["keeps 7.5 of its 8 cores busy.", "GPUs are busy 90% of the time."],
+        ["swap", "of its memory"],
+    ),
+    (
+        figures(compute=50, input=45, machines=machines(1.1)),
+        "input",
+        ["1.1 of a worker's 8 cores are busy: about one core prepares the data."],
+        ["awaited", "GPUs"],
+    ),
+    (
+        figures(compute=50, input=45, machines=machines(0.2, disk=2e7)),
+        "input",
+        ["are awaited, from a disk (2 MB/s) or a network"],
+        ["one core"],
+    ),
+    (
+        figures(compute=50, input=45, machines=machines(6)),
+        "input",
+        [],
+        ["core"],
+    ),
+    (
+        figures(
+            compute=50,
+            **WAITING,
+            machines=machines(6) | {2: MachineUsage(10, 20, 8, swapped=5e8)},
+        ),
+        "straggler",
+        [
+            "Rank 2 swaps: its host moves 50 MB/s to and from swap.",
+            "Rank 2 keeps 2.0 of its 8 cores busy, all workers 5.0 on average.",
+        ],
+        ["of its memory"],
+    ),
+    (
+        figures(compute=50, machines=machines(6, host_memory=0.97)),
+        "compute",
+        ["The host of rank 0 uses 97% of its memory."],
+        ["swap"],
     ),
 ]
 

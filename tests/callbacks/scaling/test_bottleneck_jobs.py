@@ -12,6 +12,7 @@ import subprocess
 
 import pytest
 
+from kerasdist.strategies.measure.machine import MachineUsage
 from pace import bound
 from workers import Workers
 
@@ -90,6 +91,12 @@ def test_what_limits_a_job_on_two_hosts(two_hosts, tmp_path):
     assert 0.6 * RATE < figures["bandwidth"] < 1.2 * RATE
     traffic = figures["phases"]["communicate"] + figures["phases"]["wait"]
     assert 0.8 * size / RATE < traffic < 2 * size / RATE
+    # Each host sends and receives that, in the steps that are counted at least.
+    for rank in "01":
+        used = MachineUsage(*figures["machines"][rank])
+        assert used.network > 2 * size * figures["steps"]
+        assert used.per_second("network") < 2.4 * RATE
+        assert used.cpu > 0
     figures, verdict = found["small"]
     assert verdict["limit"] == "batch", figures["phases"]
     assert any(reason.startswith("It isn't the link") for reason in verdict["because"])
