@@ -126,6 +126,8 @@ _PAYS = 0.3
 # A host swaps if it moves more bytes per second than this.
 _SWAPS = 1 << 20
 _FULL = 0.95  # of its memory
+# The last batch of an epoch may be small.
+_OTHER_ROWS = 0.1
 # With fewer busy cores than this one core does the work, or none.
 _ONE_CORE, _NO_CORE = 1.5, 0.5
 
@@ -338,6 +340,10 @@ _FIRST = """
   {swapping}, or more memory there: swap is slower by orders of magnitude.
 """
 _ALWAYS = """
+- [predicted] A step takes {step}, {off} than the {predicted} that were predicted
+  ({low} to {high}).
+- [predicted for other rows] The prediction was for {predicted_rows:.0f} samples of a
+  worker in each step; here they are {samples:.0f}.
 - [GPUs] GPUs are busy {gpu:.0%} of the time.
 - [efficiency unknown] The scaling efficiency isn't known without the speed of one
   {one}: give `baseline=` examples per second, or `calibrate=True`.
@@ -413,6 +419,9 @@ def _is(figures: Figures) -> dict[str, bool]:
         "efficiency unknown": f.efficiency is None and f.alone > 1,
         "efficiency known": f.efficiency is not None,
         "noise known": f.noise is not None,
+        "predicted": f.predicted is not None,
+        "predicted for other rows": f.predicted is not None
+        and abs(f.predicted_rows / max(_samples(f), 1e-9) - 1) > _OTHER_ROWS,
         "larger batch pays": f.next_worker is None or f.next_worker >= _PAYS,
         "larger batch hardly pays": f.next_worker is not None and f.next_worker < _PAYS,
     }
@@ -447,6 +456,26 @@ def _words_of_machines(figures: Figures) -> dict[str, Any]:
     }
 
 
+def _samples(figures: Figures) -> float:
+    """Return a worker's samples of a step."""
+    return figures.global_batch / (figures.workers if figures.in_step else 1)
+
+
+def _words_of_prediction(figures: Figures) -> dict[str, Any]:
+    """Return what sentences name of the prediction."""
+    found = figures.predicted
+    if found is None:
+        return {}
+    off = figures.step_seconds / found.step_s - 1
+    return {
+        "predicted": in_seconds(found.step_s),
+        "low": in_seconds(found.low),
+        "high": in_seconds(found.high),
+        "off": f"{abs(off):.0%} {'longer' if off > 0 else 'shorter'}",
+        "predicted_rows": figures.predicted_rows,
+    }
+
+
 def _words(figures: Figures) -> dict[str, Any]:
     """Return what sentences name: times and sizes with units, and numbers."""
     f, parts = figures, figures.phases
@@ -455,13 +484,14 @@ def _words(figures: Figures) -> dict[str, Any]:
     unequal, bubble = _waits(f)
     return {
         **_words_of_machines(f),
+        **_words_of_prediction(f),
         **{phase: in_seconds(seconds) for phase, seconds in parts.items()},
         "step": in_seconds(f.step_seconds),
         "traffic": in_seconds(parts["pack"] + parts["communicate"]),
         "fixed": in_seconds(sum(parts[phase] for phase in fixed)),
         "wait_share": f.share("wait"),
         "computing": f.share("compute", "update"),
-        "samples": f.global_batch / (f.workers if f.in_step else 1),
+        "samples": _samples(f),
         "bytes": human_bytes(f.bytes_per_step),
         "bandwidth": human_bytes(f.bandwidth),
         "link": human_bytes(f.link or 0.0),

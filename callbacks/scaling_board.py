@@ -15,6 +15,7 @@ epoch.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -33,7 +34,9 @@ from kerasdist.callbacks.bottleneck import Verdict, judge
 from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows
 from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.collectives import gather_json
+from kerasdist.prediction import report
 from kerasdist.prediction.noise import GradientNorms, add_norms
+from kerasdist.prediction.simulation import Prediction
 from kerasdist.strategies.measure.communication import StepTimes, link_speed
 from kerasdist.strategies.measure.machine import MachineReader, MachineUsage
 from kerasdist.strategies.measure.stages import StageTimes
@@ -94,6 +97,8 @@ class ScalingTensorBoard(JobCallback):
         update_freq: When to write: after this many batches, "epoch", or "auto": often
             at first, and never so often that it costs a hundredth of the time. With
             asynchronous workers always after each epoch.
+        prediction: A file with what `kerasdist predict --json` has printed: it's shown
+            beside what is measured. Only the chief needs it.
         verbose: 0: log nothing at the end of `fit`.
 
     Attributes:
@@ -103,7 +108,8 @@ class ScalingTensorBoard(JobCallback):
 
     Raises:
         ValueError: An argument is wrong; or, when `fit` begins, on all workers:
-            `log_dir` can't be written to, or there's another such callback.
+            `log_dir` can't be written to, `prediction` can't be read, or there's
+            another such callback.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class ScalingTensorBoard(JobCallback):
         baseline: float | None = None,
         calibrate: bool = False,
         update_freq: int | str = "auto",
+        prediction: str | os.PathLike[str] | None = None,
         verbose: int = 1,
     ) -> None:
         super().__init__()
@@ -126,6 +133,12 @@ class ScalingTensorBoard(JobCallback):
                 update_freq in ("auto", "epoch") or (is_freq and int(update_freq) > 0)
             ),
         }
+        checks |= {
+            "`prediction` must be the path of a file, or None. "
+            f"Received: prediction={prediction!r}.": (
+                prediction is None or isinstance(prediction, _PATHS)
+            ),
+        }
         if not all(checks.values()):
             raise ValueError(
                 " ".join(text for text, fine in checks.items() if not fine)
@@ -135,6 +148,8 @@ class ScalingTensorBoard(JobCallback):
         self.verdict: Verdict | None
         self._speed = (None if baseline is None else float(baseline), calibrate)
         self._update_freq = update_freq
+        self._prediction = prediction
+        self._predicted: dict[int, Prediction] = {}
         self._verbose = verbose
         self._summaries: Summaries | None = None
         self._active = self._arrays = False
@@ -370,13 +385,30 @@ class ScalingTensorBoard(JobCallback):
 
     def _open(self) -> None:
         """Make the file, on the chief; all workers call it, and fail if that does."""
-        fault = self._make_file() if self._job.is_chief else ""
-        faults = "".join(gather_json(self._job.communicator, fault))
-        if faults:
-            raise ValueError(
+        # Another worker may become the chief.
+        fault = self._read_prediction()
+        if self._job.is_chief and (wrong := self._make_file()):
+            fault = (
                 "`log_dir` must be a folder that the chief can write to. Received: "
-                f"log_dir={self.log_dir!r}: {faults}"
+                f"log_dir={self.log_dir!r}: {wrong}"
             )
+        fault = gather_json(self._job.communicator, fault)[0]
+        if fault:
+            raise ValueError(fault)
+
+    def _read_prediction(self) -> str:
+        """Read the predictions, if there are any; return what is wrong."""
+        if self._prediction is None:
+            return ""
+        try:
+            with open(self._prediction, encoding="utf-8") as file:
+                self._predicted = report.from_json(json.load(file))
+        except (OSError, ValueError) as error:
+            return (
+                "`prediction` must be a file that `kerasdist predict --json` has "
+                f"printed. Received: prediction={self._prediction!r}: {error}"
+            )
+        return ""
 
     def _has_file(self) -> bool:
         """Return whether there's a file to write to; a new chief makes one."""
@@ -479,6 +511,7 @@ class ScalingTensorBoard(JobCallback):
             idle = stages.idle(times[0].seconds / times[0].steps)
         return combine(
             times,
+            predicted=self._predicted.get(len(times)),
             seconds=seconds,
             in_step=self._job.in_step,
             arrays=self._arrays,

@@ -23,6 +23,7 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from kerasdist.prediction.noise import GradientNoise
+from kerasdist.prediction.simulation import Prediction
 from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.machine import MachineUsage
 
@@ -67,6 +68,7 @@ class Figures:
         noise: The noise of the gradients; None if it isn't known.
         machines: What workers use of their machines, by rank; empty in the first second
             of a job.
+        predicted: What `kerasdist predict` has said of as many workers, or None.
     """
 
     workers: int
@@ -92,6 +94,7 @@ class Figures:
     compression: Mapping[str, float] = dataclasses.field(default_factory=dict)
     noise: GradientNoise | None = None
     machines: Mapping[int, MachineUsage] = dataclasses.field(default_factory=dict)
+    predicted: Prediction | None = None
 
     @property
     def alone(self) -> int:
@@ -125,6 +128,12 @@ class Figures:
             return None
         batch, base = self.global_batch, self.global_batch / self.workers
         return self.noise.goodput(self.examples_per_second, batch, base)
+
+    @property
+    def predicted_rows(self) -> float:
+        """A worker's samples of a step for which `predicted` is; 0 without it."""
+        found = self.predicted
+        return found.examples_per_s * found.step_s / self.workers if found else 0.0
 
     @property
     def busy_cores(self) -> float | None:
@@ -166,7 +175,8 @@ def combine(
         in_step: Whether workers take each step together.
         between_devices: Bytes moved between the devices of one worker in a step.
         job: Further fields of `Figures`: `arrays`, `link`, `baseline`, `devices`,
-            `staleness`, `idle`, `compression`, `noise`, `machines`.
+            `staleness`, `idle`, `compression`, `noise`, `machines`,
+            `predicted`.
     """
     moved = [one for one in times if one.steps > 0 and one.seconds > 0]
     if not moved:
@@ -235,6 +245,7 @@ def _busy(parts: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
 #
 #     scaling                 single lines: of all workers, of the whole step; texts
 #     scaling/max             the maximum of the figure beside it
+#     scaling/predicted       what `kerasdist predict` has said of it
 #     scaling/part_compute    a part of a step, and so on
 #     scaling/rank_0          a worker
 #     scaling/stage_0         a stage
@@ -319,11 +330,19 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
         return {f"{kind}_{name}": value for name, value in values.items()}
 
     f, several = figures, figures.workers > 1
+    guess = f.predicted
     # By tag the value in each run; None isn't written.
     lines: dict[str, Mapping[str, float | None]] = {
-        "examples_per_second": {"": f.examples_per_second, **each("rank", f.by_rank)},
+        "examples_per_second": {
+            "": f.examples_per_second,
+            "predicted": None if guess is None else guess.examples_per_s,
+            **each("rank", f.by_rank),
+        },
         "efficiency/percent": {"": f.efficiency and 100 * f.efficiency},
-        "step_seconds/whole": {"": f.step_seconds},
+        "step_seconds/whole": {
+            "": f.step_seconds,
+            "predicted": None if guess is None else guess.step_s,
+        },
         "step_seconds": each("part", f.phases),
         "step_percent": each("part", {name: 100 * f.share(name) for name in f.phases}),
         "busy_seconds": each("rank", f.busy),

@@ -10,6 +10,7 @@ from typing import Any
 from kerasdist.placement.plan import counted
 from kerasdist.prediction.profile import Profile
 from kerasdist.prediction.simulation import Prediction, Setup
+from kerasdist.transport.framing import from_plain
 
 # What was reported of a real system of this size, in single precision (Kurth et al.,
 # "Exascale deep learning for climate analytics", SC 2018): another model and network.
@@ -37,6 +38,24 @@ def to_json(
         each = dataclasses.asdict(prediction) | {"epoch_s": seconds or None}
         found[str(workers)] = each | ({} if cost is None else {"epoch_cost": cost})
     return {"workers": found, "profile": profile.to_json()}
+
+
+def from_json(value: Any) -> dict[int, Prediction]:
+    """Return the predictions in what `to_json` has returned, by workers.
+
+    Raises:
+        ValueError: There are none.
+    """
+    try:
+        return {
+            int(workers): from_plain(
+                {name: each[name] for name in Prediction.__dataclass_fields__},
+                Prediction,
+            )
+            for workers, each in value["workers"].items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"there are no predictions in it: {error!r}") from None
 
 
 def to_text(

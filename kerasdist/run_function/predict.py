@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from kerasdist.prediction.report import from_json
 from kerasdist.prediction.simulation import Prediction
 
 
@@ -56,8 +57,4 @@ def predict(
             f"kerasdist predict failed. Received: script={os.fspath(script)!r}: "
             f"{reason}."
         )
-    names = Prediction.__dataclass_fields__
-    return {
-        int(count): Prediction(**{name: found[name] for name in names})
-        for count, found in document["workers"].items()
-    }
+    return from_json(document)

@@ -30,8 +30,9 @@ config = json.loads(os.environ["TF_CONFIG"])
 rank = config["task"]["index"]
 
 def mark(name, text=""):  # whole, or not there
-    Path(f"{name}.part").write_text(str(text))
-    os.replace(f"{name}.part", name)
+    part = f"{name}.{os.getpid()}.part"  # a worker and a server may have one rank
+    Path(part).write_text(str(text))
+    os.replace(part, name)
 
 def wait_for(name):
     end = time.monotonic() + 60

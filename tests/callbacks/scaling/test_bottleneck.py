@@ -9,6 +9,7 @@ from kerasdist.callbacks import bottleneck
 from kerasdist.callbacks.bottleneck import LEAST, judge
 from kerasdist.callbacks.summaries import PHASES, Figures
 from kerasdist.prediction.noise import GradientNoise
+from kerasdist.prediction.simulation import Prediction
 from kerasdist.strategies.measure.machine import MachineUsage
 
 
@@ -37,6 +38,18 @@ def figures(workers=4, *, busy=None, **more):
 def machines(cores, **more):
     """Ten seconds of four workers that keep some of their eight cores busy."""
     return {rank: MachineUsage(10, 10 * cores, 8, **more) for rank in range(4)}
+
+
+def predicted(seconds, rows):
+    """A prediction for four workers."""
+    return Prediction(
+        step_s=seconds,
+        low=0.9 * seconds,
+        high=1.2 * seconds,
+        examples_per_s=4 * rows / seconds,
+        efficiency=1.0,
+        limit="compute",
+    )
 
 
 def words(verdict):
@@ -205,6 +218,21 @@ SAID = [
             "Rank 2 keeps 2.0 of its 8 cores busy, all workers 5.0 on average.",
         ],
         ["of its memory"],
+    ),
+    (
+        figures(compute=110, predicted=predicted(0.1, rows=64)),
+        "compute",
+        ["takes 110.0 ms, 10% longer than the 100.0 ms that were predicted (90.0 ms"],
+        ["The prediction was for"],
+    ),
+    (
+        figures(compute=90, predicted=predicted(0.1, rows=80), in_step=False),
+        "compute",
+        [
+            *("10% shorter than", "for 80 samples of a worker in each step; here"),
+            "they are 256",
+        ],
+        [],
     ),
     (
         figures(compute=50, machines=machines(6, host_memory=0.97)),

@@ -7,6 +7,7 @@ something else.
 """
 
 import collections
+import json
 import math
 import re
 import time
@@ -22,6 +23,9 @@ import kerasdist
 from board import Board, near, series, text
 from kerasdist.callbacks import ScalingTensorBoard
 from kerasdist.callbacks.summaries import PHASES
+from kerasdist.prediction import report
+from kerasdist.prediction.profile import HostLink, Profile
+from kerasdist.prediction.simulation import Setup, predict
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(150)
@@ -529,11 +533,35 @@ def test_a_model_can_be_trained_again_with_or_without(strategy, tmp_path):
         ({"log_dir": 5, "baseline": 0}, r"log_dir=5\. .* baseline=0\."),
         ({"baseline": 5, "calibrate": True}, r"but not both. Received: baseline=5, c"),
         ({"update_freq": "batch"}, r"Received: update_freq='batch'"),
+        ({"prediction": 3}, r"`prediction` must be the path .* prediction=3"),
     ],
 )
 def test_wrong_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         ScalingTensorBoard(**{"log_dir": "unused", **arguments})
+
+
+def test_a_prediction_stands_beside_what_is_measured(strategy, tmp_path, said):
+    link, file = HostLink(1e-4, 1e-9), tmp_path / "prediction.json"
+    profile = Profile(rows=8, compute=(30.0,), update=10.0)
+    guess = {n: predict(profile, Setup(link=link), n) for n in (1, 2)}
+    board = ScalingTensorBoard(tmp_path, prediction=file)
+    model = build(strategy)
+    for written in (None, "{}", "[1]", '{"workers": {"1": {"step_s": 1}}}', "x"):
+        if written is not None:
+            file.write_text(written)
+        with pytest.raises(ValueError, match=r"`prediction` must be a file .*\.json"):
+            fit(model, board)
+    file.write_text(json.dumps(report.to_json(profile, guess, None)))
+    fit(model, board)
+    assert board.figures.predicted == guess[1]
+    assert board.figures.predicted_rows == pytest.approx(8)
+    lines = Board(tmp_path / "scaling" / "predicted")
+    assert {s for _, s in series(lines, "step_seconds/whole")} == {40.0}
+    assert series(lines, "examples_per_second")[0][1] == pytest.approx(0.2)
+    sentence = r"100% shorter than the 40.00 s that were predicted \(36.00 s to 44"
+    assert re.search(sentence, said()[-1])
+    assert "The prediction was for" not in said()[-1]
 
 
 def test_without_a_strategy_of_ours_nothing_is_written(tmp_path):
