@@ -19,7 +19,7 @@
 #                 Keras: two more environments, not a part of `make test`
 #   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
 #   bench-compression, bench-local-steps, bench-balance, bench-tuning, bench-prediction,
-#   bench-memory-startup, bench-server-throughput, bench-server-steps,
+#   bench-advice, bench-warm-up, bench-memory-startup, bench-server-throughput, bench-server-steps,
 #   bench-straggler, bench-staleness, bench-embedding-rows,
 #   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
 #   bench-board-cost, bench-epoch-check, bench-chief-data, bench-elastic, bench-heartbeats,
@@ -73,7 +73,7 @@ PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINT
 .PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
 .PHONY: lock wheel clean
 .PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
-.PHONY: bench-compression bench-local-steps bench-balance bench-tuning bench-prediction
+.PHONY: bench-compression bench-local-steps bench-balance bench-tuning bench-prediction bench-advice bench-warm-up
 .PHONY: bench-memory-startup bench-server-throughput bench-server-steps
 .PHONY: bench-straggler bench-staleness bench-embedding-rows
 .PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
@@ -200,6 +200,12 @@ bench-tuning: $(VENV)/.bench
 
 bench-prediction: $(VENV)/.bench
 	$(BIN)/python benchmarks/prediction/run.py
+
+bench-advice: $(VENV)/.bench
+	$(BIN)/python benchmarks/advice/run.py
+
+bench-warm-up: $(VENV)/.bench
+	$(BIN)/python benchmarks/warm_up/run.py
 
 bench-tls: $(VENV)/.bench
 	$(BIN)/python benchmarks/tls/run.py

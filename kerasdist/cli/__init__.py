@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist._version import __version__
-from kerasdist.cli import bench, completion, doctor, env, plan_command, predict
+from kerasdist.cli import advise, bench, completion, doctor, env, plan_command, predict
 from kerasdist.cli.console import Parser, json_document
 from kerasdist.cli.run import command as run
 
@@ -42,13 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for module in (run, bench, predict, doctor, plan_command, env, completion):
+    for module in (run, bench, predict, advise, doctor, plan_command, env, completion):
         module.add_parser(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
-    if options[:1] in (["run"], ["bench"], ["predict"]):
-        more = predict.WITH_VALUE if options[0] == "predict" else bench.WITH_VALUE
-        options, command = run.split(options, more)
+    scripted = {
+        "run": (),
+        "bench": bench.WITH_VALUE,
+        "predict": predict.WITH_VALUE,
+        "advise": advise.WITH_VALUE,
+    }
+    if options and options[0] in scripted:
+        options, command = run.split(options, scripted[options[0]])
     try:
         with contextlib.ExitStack() as stack:
             # Also of help, and after the document: not when the interpreter ends.

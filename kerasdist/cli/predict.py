@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -63,7 +63,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--network",
         metavar="LINK",
-        type=_link,
+        type=link_of,
         help="bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or "
         "loopback (default: the measured one, with -H)",
     )
@@ -134,7 +134,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     run.add_options(parser)
 
 
-def _link(text: str) -> HostLink:
+def link_of(text: str) -> HostLink:
+    """Return the link that an option names."""
     try:
         return parse_link(text)
     except ValueError as error:
@@ -219,19 +220,41 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
     command = check_command(arguments.script, os.environ, faults)
     if faults:
         arguments.parser.error("\n  ".join(faults))
+    order = {"steps": arguments.steps, "compressions": [arguments.compression]}
+    found, code = measure(arguments, command, order)
+    if found is None:
+        return None, code
+    profile = found[min(found)]
+    if path is not None:
+        path.write_text(json.dumps(profile.to_json()) + "\n", "utf-8")
+    return profile, 0
+
+
+def measure(
+    arguments: argparse.Namespace, command: Sequence[str], order: Mapping[str, Any]
+) -> tuple[dict[str, Profile] | None, int]:
+    """Measure a step of a script.
+
+    Args:
+        arguments: With the options of `kerasdist run`; without any it's one worker.
+        command: The script, see `check_command`.
+        order: Of the `ProfilerOrder`, without the command's name.
+
+    Returns:
+        The profiles, by the names of compressors; None and an exit code if measuring
+        has failed.
+    """
     if arguments.size is None and not (arguments.hosts or arguments.hostfile):
         arguments.size = "1"
-    steps, compression = str(arguments.steps), arguments.compression
-    arguments.script = ["-m", _WORKER, steps, compression, *command]
+    text = json.dumps({"command": arguments.command, **order})
+    arguments.script = ["-m", _WORKER, text, *command]
     with _standard_output() as output:
         code = run.start(arguments.parser, arguments)
         lines = [line for line in _lines(output) if line.startswith(b"{")]
     if code or not lines:
         return None, code or 1
     value: Any = json.loads(lines[-1])
-    if path is not None:
-        path.write_text(json.dumps(value) + "\n", "utf-8")
-    return Profile.from_json(value), 0
+    return {name: Profile.from_json(each) for name, each in value.items()}, 0
 
 
 @contextlib.contextmanager

@@ -1,54 +1,83 @@
-"""A worker of `kerasdist predict`: the user's script, with its first `fit` measured.
+"""A worker of `kerasdist predict` and `advise`: a script, its first `fit` measured.
 
-    python -m kerasdist.cli.predict_worker STEPS COMPRESSION (script.py | -m module) ...
+    python -m kerasdist.cli.predict_worker ORDER (script.py | -m module) ...
 
-The chief writes one line of JSON to standard output, a `prediction.profile.Profile`.
-What the script prints goes to standard error.
+ORDER is a `ProfilerOrder` as JSON. The chief writes one line of JSON to standard
+output: for each compressor of the order a `prediction.profile.Profile`. What the script
+prints goes to standard error.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import sys
 import time
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from kerasdist._keras.costs.describe import describe
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.callbacks.job_view import JobView
 from kerasdist.cli.bench_worker import run_first_fit
+from kerasdist.collectives import gather_json
 from kerasdist.collectives.fused_buffer import in_buckets
 from kerasdist.compression import Compressor, compressor_of
+from kerasdist.placement.partition import Run, StageCosts
 from kerasdist.prediction.profile import (
     GradientMessage,
     Profile,
+    Stages,
     all_reduces_of,
     measure_link,
     messages_of,
 )
 from kerasdist.strategies.measure.communication import SpanList
+from kerasdist.transport.framing import from_plain
 
 # Calls before the first one that counts: they trace, and fill caches.
 _WARM_UP = 5
 _MOST_SPANS = 100_000  # of one call
+# Numbers of micro-batches of which placements are computed.
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfilerOrder:
+    """The order of a measurement.
+
+    Attributes:
+        command: Of kerasdist, for messages.
+        steps: Number of steps.
+        compressions: Names of compressors, of which "" is the strategy's own; those
+            that one worker can't measure are left out if there are several.
+        devices: Number of devices for which divisions of the model are computed; 0:
+            none are.
+    """
+
+    command: str
+    steps: int
+    compressions: tuple[str, ...] = ("",)
+    devices: int = 0
 
 
 class _Profiler(JobCallback):
     """Measures the steps of a `fit`, and ends the process.
 
     Args:
-        steps: Number of steps.
-        compression: The name of a compressor, or "" for the strategy's own.
+        order: What to measure.
         output: The file descriptor that the chief writes to.
     """
 
-    def __init__(self, steps: int, compression: str, output: int) -> None:
+    def __init__(self, order: ProfilerOrder, output: int) -> None:
         super().__init__()
-        self._compression, self._output = compression, output
-        self._left = steps
+        self._order, self._output = order, output
+        self._left = order.steps
         self._calls = -_WARM_UP
         self._own = 0.0
         self._taken: list[Any] = []
@@ -59,10 +88,10 @@ class _Profiler(JobCallback):
         job = JobView(self.model)
         if job.clock is None or job.hooks is None or not job.in_step:
             raise SystemExit(
-                "kerasdist predict measures a step of `RingStrategy`, or of one worker "
-                "of it. Received: the model's strategy is "
+                f"kerasdist {self._order.command} measures a step of `RingStrategy`, "
+                "or of one worker of it. Received: the model's strategy is "
                 f"{type(self.model.distribute_strategy).__name__}. Measure with "
-                "`RingStrategy()`; other strategies are options of `predict`."
+                "`RingStrategy()`; the command simulates other strategies."
             )
         self._job = job
         self._spans = SpanList(job.communicator, _MOST_SPANS)
@@ -99,39 +128,101 @@ class _Profiler(JobCallback):
     def _end(self) -> None:
         if not self._taken:
             raise SystemExit(
-                f"kerasdist predict needs more steps: the first {_WARM_UP} are slower, "
-                f"and don't count. Received: {self._calls + _WARM_UP} calls. Give "
-                "`fit` more rows or epochs."
+                f"kerasdist {self._order.command} needs more steps: the first "
+                f"{_WARM_UP} are slower, and don't count. Received: "
+                f"{self._calls + _WARM_UP} calls. Give `fit` more rows or epochs."
             )
         job = self._job
         messages = _messages_in(
             self._spans.spans, job.communicator.size, job.steps_per_call
         )
         link = measure_link(job.communicator)
-        compressing = 0.0
-        if job.communicator.size == 1:
-            messages, compressing = _messages_alone(self.model, self._compression)
-        if not job.is_chief:
-            raise SystemExit(0)
 
         def mean(name: str) -> float:
             return float(np.mean([getattr(t, name) / t.steps for t, _ in self._taken]))
 
+        mine = mean("compute") / max(job.clock.rows_per_step, 1.0)
+        every = gather_json(job.communicator, mine)
+        if not job.is_chief:
+            raise SystemExit(0)
         own = float(np.mean([own / t.steps for t, own in self._taken]))
-        variables = self.model.trainable_variables
         profile = Profile(
             rows=job.clock.rows_per_step,
-            compute=tuple(t.compute / t.steps + compressing for t, _ in self._taken),
+            compute=tuple(t.compute / t.steps for t, _ in self._taken),
             input=mean("input"),
             update=mean("update"),
             outside=max(mean("outside") - own, 0.0),
             messages=messages,
-            weights=sum(map(_bytes_of, variables)),
+            weights=sum(map(_bytes_of, self.model.trainable_variables)),
             steps=int(self.params.get("steps") or 0),
             link=link,
+            speeds=tuple(every[0] / one for one in every),
+            tables=_bytes_of_tables(self.model),
+            stages=_stages(self.model, job.clock.rows_per_step, self._order.devices),
         )
-        os.write(self._output, json.dumps(profile.to_json()).encode() + b"\n")
+        found = {"": profile}
+        if job.communicator.size == 1:
+            found = self._with_compressors(profile)
+        document = {name: each.to_json() for name, each in found.items()}
+        os.write(self._output, json.dumps(document).encode() + b"\n")
         raise SystemExit(0)
+
+    def _with_compressors(self, profile: Profile) -> dict[str, Profile]:
+        """Return the profile of one worker with what each compressor would send."""
+        found = {}
+        for name in self._order.compressions:
+            alone = _messages_alone(self.model, name)
+            if alone is not None:
+                messages, taken = alone
+                compute = tuple(each + taken for each in profile.compute)
+                found[name] = dataclasses.replace(
+                    profile, compute=compute, messages=messages
+                )
+            elif len(self._order.compressions) == 1:
+                raise SystemExit(
+                    f"kerasdist {self._order.command} can't compute what factors are "
+                    "sent: that depends on the rows of each layer. Received: "
+                    "compression='factors' with one worker. Measure with two (`-n 2`)."
+                )
+        return found
+
+
+def _bytes_of_tables(model: Any) -> int:
+    """Return the bytes of a model's embeddings."""
+    return sum(
+        _bytes_of(variable)
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.Embedding)
+        for variable in layer.trainable_variables
+    )
+
+
+def _stages(model: Any, rows: float, devices: int) -> tuple[Stages, ...]:
+    """Return divisions of a model into stages; none if its costs can't be computed."""
+    found: list[Stages] = []
+    cuts = [(1, 1)] + [(devices, parts) for parts in _MICRO_BATCHES]
+    for count, parts in cuts[: 1 if devices == 1 else None] if devices else []:
+        if parts > rows:
+            break
+        run = Run(batch_size=int(rows), micro_batches=parts)
+        try:
+            costs = describe(lambda: model, run.part_rows)
+        except ValueError:
+            return ()
+        stages = StageCosts(costs, run)
+        # The fastest, whatever it needs, and the one that needs least.
+        fast, small = stages.best([math.inf] * count), stages.smallest([0.0] * count)
+        for cut in (fast or small,) if fast in (None, small) else (fast, small):
+            found.append(
+                Stages(
+                    devices=count,
+                    micro_batches=parts,
+                    memory=float(max(cut.memory)),
+                    share=cut.slowest / (sum(cut.times) or 1.0),
+                    moved=float(sum(cut.entering[1:])),
+                )
+            )
+    return tuple(found)
 
 
 def _bytes_of(variable: Any) -> int:
@@ -153,10 +244,13 @@ def _messages_in(
     )
 
 
-def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...], float]:
+def _messages_alone(
+    model: Any, name: str
+) -> tuple[tuple[GradientMessage, ...], float] | None:
     """Return what a worker would send in a step, and the seconds of compressing it.
 
-    Gradients are those of the variables; a table's count whole.
+    Gradients are those of the variables; a table's count whole. None: it can't be known
+    without another worker.
     """
     workers = model.distribute_strategy.extended.workers
     compressor = compressor_of(name) if name else workers.compression
@@ -166,11 +260,7 @@ def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...],
     if compressor is None:
         return all_reduces_of([sum(sizes[i] for i in b) for b in buckets]), 0.0
     if compressor.needs_factors:
-        raise SystemExit(
-            "kerasdist predict can't compute what factors are sent: that depends on "
-            f"the rows of each layer. Received: compression={compressor!r} with one "
-            "worker. Measure with two (`-n 2`)."
-        )
+        return None
     sent = [
         _compressed(compressor, [variables[i].shape for i in bucket])
         for bucket in buckets
@@ -215,10 +305,11 @@ def main() -> None:
     Raises:
         SystemExit: The first `fit` has been measured; or, with a text, it can't be.
     """
-    steps, compression, *command = sys.argv[1:]
+    text, *command = sys.argv[1:]
+    order: ProfilerOrder = from_plain(json.loads(text), ProfilerOrder)
     # Standard output before the script's goes elsewhere.
     output = os.dup(1)
-    run_first_fit("predict", command, [_Profiler(int(steps), compression, output)])
+    run_first_fit(order.command, command, [_Profiler(order, output)])
 
 
 if __name__ == "__main__":

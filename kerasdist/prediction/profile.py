@@ -133,6 +133,24 @@ class GradientMessage(NamedTuple):
     ready: float
 
 
+class Stages(NamedTuple):
+    """A division of the model into stages, each on a device of its own.
+
+    Attributes:
+        devices: Number of devices.
+        micro_batches: Number of parts into which a batch is cut.
+        memory: Bytes that the fullest device needs.
+        share: The slowest stage's part of the work, 0 to 1.
+        moved: Bytes that enter stages from others in a step.
+    """
+
+    devices: int
+    micro_batches: int
+    memory: float
+    share: float
+    moved: float
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Profile:
     """The step of one worker.
@@ -148,6 +166,10 @@ class Profile:
         weights: Bytes of all weights that are trained.
         steps: Steps of an epoch; 0 if that isn't known.
         link: The measured link; None with one worker, or if all are on one host.
+        speeds: How fast each measured worker computes, beside the first one.
+        tables: Bytes of the weights of which a step changes some rows only.
+        stages: Divisions of the model, first that of one device; empty if what it needs
+            isn't known.
     """
 
     rows: float
@@ -159,6 +181,9 @@ class Profile:
     weights: int = 0
     steps: int = 0
     link: HostLink | None = None
+    speeds: tuple[float, ...] = ()
+    tables: int = 0
+    stages: tuple[Stages, ...] = ()
 
     def __post_init__(self) -> None:
         wrong = not self.compute or min(self.compute) <= 0 or self.rows <= 0

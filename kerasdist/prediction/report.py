@@ -84,7 +84,6 @@ def to_text(
             row.append(f"{seconds:.4g}")
             row += [] if cost is None else [f"{cost:.4g}"]
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "kerasdist: simulated steps of this job",
         f"  each worker takes {counted(round(profile.rows), 'row')} per step: the "
@@ -92,12 +91,20 @@ def to_text(
         f"  {setup.strategy}, {counted(setup.per_host, 'worker')} per host, link: "
         f"{setup.link.latency * 1e6:.0f} us + {setup.link.byte * 1e9:.3g} ns per byte",
     ]
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        lines.append("  " + "  ".join(f"{cell:>{width}}" for cell, width in cells))
+    lines += aligned(rows)
     if _SUMMIT[0] in predictions:
         lines.append(f"  {_SUMMIT[1]}")
     return "\n".join(lines)
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Return a table's rows as lines of a terminal."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  " + "  ".join(cells))
+    return lines
 
 
 def draw(path: Path, predictions: Mapping[int, Prediction]) -> None:

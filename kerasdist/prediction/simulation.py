@@ -139,6 +139,8 @@ class Setup:
         per_host: Workers of each host.
         link: The link between two hosts.
         local_steps: Steps that each worker takes by itself before weights are averaged.
+        speeds: How fast workers compute, beside the measured one; others' are 1.
+        balance: Whether workers get rows by their speeds, see `strategies.balance`.
     """
 
     link: HostLink
@@ -146,6 +148,15 @@ class Setup:
     servers: int = 1
     per_host: int = 1
     local_steps: int = 1
+    speeds: tuple[float, ...] = ()
+    balance: bool = False
+
+    def speeds_of(self, workers: int) -> Array:
+        """Return the speeds of some workers, each of which has rows of its own."""
+        speeds = np.ones(workers)
+        given = np.asarray(self.speeds[:workers], np.float64)
+        speeds[: given.size] = given
+        return np.full(workers, speeds.mean()) if self.balance else speeds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,16 +194,15 @@ def predict(profile: Profile, setup: Setup, workers: int) -> Prediction:
     Raises:
         ValueError: A number isn't positive.
     """
-    if min(workers, setup.servers, setup.per_host, setup.local_steps) < 1:
+    numbers = (workers, setup.servers, setup.per_host, setup.local_steps)
+    if min(numbers) < 1 or min(setup.speeds, default=1.0) <= 0:
         raise ValueError(
             f"Numbers must be positive. Received: workers={workers}, {setup}."
         )
-    alone = (
-        float(np.mean(profile.compute))
-        + profile.update
-        + profile.input
-        + profile.outside
-    )
+    rest = profile.update + profile.input + profile.outside
+    each = float(np.mean(profile.compute)) / setup.speeds_of(workers) + rest
+    # Of workers that wait for nothing, as fast together as all of them.
+    alone = 1 / float((1 / each).mean())
     taken = _steps(profile, setup, workers)
     mean = float(taken.mean())
     if workers == 1:
@@ -254,7 +264,7 @@ def _steps(profile: Profile, setup: Setup, workers: int) -> Array:
     rest = profile.input + profile.outside
     places = Places(workers, min(setup.per_host, workers), setup.link)
     every = setup.local_steps
-    slowest = _slowest(profile.compute, workers, every)
+    slowest = _slowest(profile.compute, setup.speeds_of(workers), every)
     if every > 1:
         # Each worker updates by itself; then the weights are averaged.
         average = all_reduce(profile.weights, places) if workers > 1 else 0.0
@@ -285,17 +295,20 @@ def _seconds(message: GradientMessage, setup: Setup, places: Places) -> float:
     return schedule(message.size, places)
 
 
-def _slowest(samples: Any, workers: int, steps: int) -> Array:
+def _slowest(samples: Any, speeds: Array, steps: int) -> Array:
     """Draw the seconds that the slowest of all workers computes for some steps."""
+    workers = speeds.size
     measured = np.sort(np.asarray(samples, np.float64))
-    if steps == 1:
+    if speeds.min() == speeds.max():
+        measured, speeds = measured / speeds[0], np.ones(1)
+    if steps == 1 and speeds.size == 1:
         # Equally likely values of the largest of `workers` uniform numbers.
         largest = ((np.arange(_STEPS) + 0.5) / _STEPS) ** (1 / workers)
         places = np.minimum((largest * measured.size).astype(int), measured.size - 1)
         return np.asarray(measured[places])
     count = max(1, min(_STEPS, _MOST_NUMBERS // (workers * steps)))
     drawn = np.random.default_rng(0).choice(measured, (count, workers, steps))
-    return np.asarray(drawn.sum(2).max(1))
+    return np.asarray((drawn.sum(2) / speeds).max(1))
 
 
 def _asynchronous(profile: Profile, setup: Setup, workers: int) -> Array:
@@ -308,18 +321,19 @@ def _asynchronous(profile: Profile, setup: Setup, workers: int) -> Array:
     busy = (2 * setup.link.byte * size + profile.update) / setup.servers
     own = 2 * setup.link.byte * size
     free_at, steps = 0.0, max(6, _EVENTS // workers)
-    drawn = random.choice(profile.compute, (steps, workers)) + rest
+    drawn = random.choice(profile.compute, (steps, workers))
+    drawn = drawn / setup.speeds_of(workers) + rest
     clocks = [(float(first), worker, 0.0, 0) for worker, first in enumerate(drawn[0])]
     heapq.heapify(clocks)
     taken: list[float] = []
-    while clocks:
+    # Fast workers take more of all steps.
+    for event in range(steps * workers):
         ready, worker, begun, done = heapq.heappop(clocks)
         free_at = max(free_at, ready) + busy
         end = max(free_at, ready + own) + 2 * setup.link.latency
         done += 1
-        if done > steps // 3:  # at first all are ready at the same time
+        if event >= steps * workers // 3:  # at first all are ready at the same time
             taken.append(end - begun)
-        if done < steps:
-            again = end + float(drawn[done, worker])
-            heapq.heappush(clocks, (again, worker, end, done))
+        again = end + float(drawn[done % steps, worker])
+        heapq.heappush(clocks, (again, worker, end, done))
     return np.asarray(taken)

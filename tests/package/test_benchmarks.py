@@ -86,7 +86,8 @@ BENCHMARKS = {
             *("wire", "heartbeats", "membership", "memory_startup", "compression"),
             *("local_steps", "balance", "overlap", "server_throughput", "pipeline"),
             *("placement_memory", "planning_time", "chief_data", "epoch_check"),
-            *("local_replicas", "board_cost", "tuning", "prediction"),
+            *("local_replicas", "board_cost", "tuning", "prediction", "advice"),
+            "warm_up",
         )
     },
     "all_reduce": ["--columns", "memcpy", "shared_memory", "tcp"],
@@ -108,7 +109,10 @@ HOLDS = {
     "staleness": lambda r: r["results"]["s=0"]["2"][0]["accuracy"][-1] > 0.5,
     "pipeline": lambda r: len({round(loss, 4) for loss in r["loss"].values()}) == 1,
 }
-ON_HOSTS = (*("wire", "overlap", "compression", "local_steps", "tuning", "prediction"),)
+ON_HOSTS = (
+    *("wire", "overlap", "compression", "local_steps", "tuning", "prediction"),
+    "advice",
+)
 
 
 @pytest.mark.parametrize(

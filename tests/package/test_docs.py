@@ -157,7 +157,7 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
 
 
 def test_options_of_commands_exist(capsys):
-    names = ("run", "bench", "predict", "doctor", "plan", "env", "completion")
+    names = ("run", "bench", "predict", "advise", "doctor", "plan", "env", "completion")
     options = {name: help_of(name, capsys) for name in names}
     assert {words[0] for words in commands()} >= {"run", "doctor"}
     for command, *words in commands():

@@ -25,10 +25,11 @@ x = rng.normal(0.3, 1.0, size=(6_400, 64)).astype("float32")
 square = float((x.mean(0) ** 2).sum())
 true = [square, float(x.var(0).sum())]
 
-def fit(strategy, *callbacks, x=x, **compile):
+def fit(strategy, *callbacks, x=x, window=None, **compile):
     with strategy.scope():
         m = keras.Sequential([keras.Input((64,)), Point()])
-        m.compile(keras.optimizers.SGD(1e-9), Half(), **compile)
+        sgd = keras.optimizers.SGD(1e-9, gradient_accumulation_steps=window)
+        m.compile(sgd, Half(), **compile)
     m.fit(x, x, batch_size=32, verbose=0, callbacks=[*callbacks])
 
 def measured(strategy, **compile):
@@ -64,6 +65,8 @@ found["noise"] = gains(x - x.mean(0))
 found["same"] = gains(np.ones_like(x))
 found["between"] = gains(x, base_batch_size=4)
 found["refused"] = refused(lambda: gains(x, warmup_steps=3))
+found["windows"] = refused(lambda: fit(
+    ring, kerasdist.callbacks.ScaleLearningRate("adascale"), window=2))
 compressed = kerasdist.RingStrategy(timeout=60, compression="powersgd")
 with compressed.scope():
     pass
@@ -96,6 +99,7 @@ def test_the_noise_of_a_quadratic(tmp_path):
     assert found["between"][0] == pytest.approx(small / large, rel=0.1)
     assert "Received: rule='adascale' with warmup_steps=3" in found["refused"]
     assert "at least two replicas" in found["compressor"]
+    assert "Received: gradient_accumulation_steps=[2]" in found["windows"]
     # All workers have the same rate.
     assert [other[0][name] for name in ("noise", "between")] == [
         found[name] for name in ("noise", "between")

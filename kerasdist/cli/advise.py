@@ -1,0 +1,295 @@
+"""The command `kerasdist advise`: which strategy suits a script and its machines."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kerasdist.cli.console import above_zero, add_command
+from kerasdist.cli.predict import link_of, measure
+from kerasdist.cli.run import command as run
+from kerasdist.cli.run.command import check_command
+from kerasdist.placement.plan import parse_bytes
+from kerasdist.prediction.advice import Facts, StrategyChoice, advise
+from kerasdist.prediction.profile import Profile
+from kerasdist.prediction.report import aligned
+from kerasdist.prediction.simulation import Setup
+
+WITH_VALUE = (
+    *("--workers", "--network", "--speeds", "--servers", "--devices", "--memory"),
+    *("--steps", "--profile"),
+)
+# Those that one worker can measure for all.
+_COMPRESSIONS = ("", "bf16", "powersgd", "topk")
+# From this part of all weights on tables count: what is sent of them is measured by two
+# workers.
+_TABLES = 0.1
+# Choices of the table that is printed, beside those that don't fit.
+_MOST = 12
+_DESCRIPTION = """\
+Run a training script up to its first `fit`, measure some steps of one worker, simulate
+the steps of each strategy, and propose one: the line for the script, the command, the
+batch size, and by which figure the others were ruled out. Each worker takes as many
+rows as the measured one. A choice that changes the numbers of one process (16 bits,
+compression, local steps, asynchronous servers) is proposed with --lossy only. The
+script isn't changed, and what follows its first `fit` isn't run. The other options are
+those of `kerasdist run`: with -H all hosts and the network are measured."""
+_EPILOG = """\
+examples:
+  kerasdist advise --workers 8 --network 10G train.py
+  kerasdist advise -H alpha,beta,gamma train.py
+  kerasdist advise --workers 8 --network 10G --devices 4 --memory 16GB train.py"""
+_integer = above_zero(int, "an integer")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `advise` to the command line."""
+    parser = add_command(
+        commands,
+        "advise",
+        _advise,
+        help="propose a strategy for a script and its machines",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        usage="kerasdist advise [--workers N] [--network LINK] [options] "
+        "[options of run] [--] (script.py | -m module) [args ...]",
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=_integer,
+        help="the largest number of workers, each on a host of its own (default: those "
+        "of --speeds or -H)",
+    )
+    parser.add_argument(
+        "--network",
+        metavar="LINK",
+        type=link_of,
+        help="bits per second between hosts, as 10G, or with a latency, as 1G,2ms "
+        "(default: the measured one, with -H)",
+    )
+    parser.add_argument(
+        "--speeds",
+        metavar="S,S",
+        type=lambda text: tuple(_speed(part) for part in text.split(",") if part),
+        default=(),
+        help="how fast each worker computes, beside the measured one, as 1,1,0.5 "
+        "(default: alike, with -H measured)",
+    )
+    parser.add_argument(
+        "--servers",
+        dest="simulated_servers",
+        metavar="N",
+        type=_integer,
+        default=1,
+        help="parameter servers that there may be, on hosts of their own (default: 1)",
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="N",
+        type=_integer,
+        default=1,
+        help="devices of a worker, if the model doesn't fit on one (default: 1)",
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_size,
+        help="of a device, as 16GB (default: enough)",
+    )
+    parser.add_argument(
+        "--lossy",
+        action="store_true",
+        help="also propose what changes the numbers of one process",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="S",
+        type=_integer,
+        default=100,
+        help="number of steps to measure, fewer if `fit` has fewer (default: 100)",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="JSON with the measured steps: written, or with no script read",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document instead of the text",
+    )
+    run.add_options(parser)
+
+
+_speed = above_zero(float, "a number")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    script = list(arguments.script)
+    profiles, code = _profiles(arguments)
+    if profiles is None:
+        return code
+    plain = profiles[""]
+    speeds = arguments.speeds or plain.speeds
+    workers = arguments.workers or len(speeds)
+    link = arguments.network or plain.link
+    if link is None or workers < 2:
+        raise SystemExit(
+            "kerasdist advise doesn't know the machines. Received: one measured "
+            f"worker, --workers {workers}. Give --workers and --network, or hosts to "
+            "measure, as -H alpha,beta."
+        )
+    # With fewer workers the slowest are left out.
+    speeds = tuple(sorted(speeds, reverse=True))
+    setup = Setup(link=link, servers=arguments.simulated_servers, speeds=speeds)
+    facts = Facts(
+        profiles=profiles, setup=setup, workers=workers, memory=arguments.memory
+    )
+    choices = advise(facts, lossy=arguments.lossy)
+    command = _command(arguments, choices[0], script, plain.speeds)
+    arguments.document |= _to_json(choices, command)
+    if not arguments.json:
+        print(_to_text(choices, command))
+    return 0 if choices[0].predicted else 1
+
+
+def _profiles(
+    arguments: argparse.Namespace,
+) -> tuple[dict[str, Profile] | None, int]:
+    """Return the measured steps; None and an exit code if measuring has failed."""
+    faults: list[str] = []
+    path, read = arguments.profile, not arguments.script
+    hosts = arguments.hosts or arguments.hostfile
+    if read and path is not None:
+        try:
+            value: Any = json.loads(path.read_text("utf-8"))
+            return {name: Profile.from_json(each) for name, each in value.items()}, 0
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            arguments.parser.error(
+                "--profile must be a file that `kerasdist advise` has written. "
+                f"Received: --profile {shlex.quote(str(path))}: {error}"
+            )
+    if not hosts and arguments.size not in (None, "1"):
+        faults.append(
+            "workers of one host share its cores, so that none is measured as it will "
+            f"be. Received: -n {arguments.size}. Give --workers, or hosts with -H"
+        )
+    if not hosts and (arguments.network is None or not _several(arguments)):
+        faults.append(
+            "the machines aren't known. Give --workers and --network, or hosts to "
+            "measure, as -H alpha,beta"
+        )
+    if path is not None and not path.absolute().parent.is_dir():
+        faults.append(
+            "--profile must be a file in a folder that exists. Received: --profile "
+            f"{shlex.quote(str(path))}"
+        )
+    command = check_command(arguments.script, os.environ, faults)
+    if faults:
+        arguments.parser.error("\n  ".join(faults))
+    order = {
+        "steps": arguments.steps,
+        "compressions": _COMPRESSIONS,
+        "devices": arguments.devices,
+    }
+    found, code = measure(arguments, command, order)
+    if found is None:
+        return None, code
+    plain = found[""]
+    if not hosts and plain.tables > _TABLES * plain.weights:
+        arguments.size = "2"
+        pair, code = measure(arguments, command, {"steps": arguments.steps})
+        if pair is None:
+            return None, code
+        # Compressors leave tables as they are: what they send isn't known.
+        found = {"": dataclasses.replace(plain, messages=pair[""].messages)}
+    if path is not None:
+        document = {name: each.to_json() for name, each in found.items()}
+        path.write_text(json.dumps(document) + "\n", "utf-8")
+    return found, 0
+
+
+def _several(arguments: argparse.Namespace) -> bool:
+    return (arguments.workers or len(arguments.speeds)) > 1
+
+
+# The advice as JSON and as text.
+
+
+def _command(
+    arguments: argparse.Namespace,
+    best: StrategyChoice,
+    script: list[str],
+    speeds: Sequence[float],
+) -> str:
+    """Return the command that starts the proposed job, on the fastest hosts."""
+    words = ["kerasdist", "run"]
+    hosts = arguments.hosts.split(",") if arguments.hosts else []
+    if best.workers > 1 and len(hosts) == len(speeds):
+        fastest = sorted(range(len(hosts)), key=lambda n: -speeds[n])[: best.workers]
+        words += ["-H", ",".join(hosts[n] for n in sorted(fastest))]
+        words += best.options.split()[2:]
+    else:
+        words += best.options.split()
+    return shlex.join([*words, *(script or ["train.py"])])
+
+
+def _to_json(choices: list[StrategyChoice], command: str) -> dict[str, Any]:
+    best, *_ = choices
+    return {
+        "strategy": best.strategy,
+        "command": command,
+        "workers": best.workers,
+        "batch_size": best.batch_size,
+        "predicted": best.predicted and dataclasses.asdict(best.predicted),
+        "choices": [dataclasses.asdict(choice) for choice in choices],
+    }
+
+
+def _to_text(choices: list[StrategyChoice], command: str) -> str:
+    best, *_ = choices
+    lines = ["kerasdist: what suits this job"]
+    if best.predicted is None:
+        lines.append(f"  nothing that was tried: the model {best.verdict}")
+    else:
+        lines += [
+            f"  with {best.strategy}.scope():",
+            f"  {command}",
+            f"  batch_size={best.batch_size}",
+        ]
+        if best.workers > 1:
+            lines[-1] += (
+                f", {best.batch_size // best.workers} rows of each worker; "
+                "kerasdist.callbacks.ScaleLearningRate() adapts the learning rate"
+            )
+    rows = [["strategy", "workers", "examples/s", "verdict"]]
+    known: set[str] = set()
+    for choice in choices[:_MOST]:
+        # One of those that don't fit stands for all.
+        if choice.predicted is None and choice.verdict in known:
+            continue
+        known.add(choice.verdict)
+        rows.append(
+            [
+                choice.strategy.removeprefix("kerasdist."),
+                str(choice.workers),
+                f"{choice.speed:,.0f}" if choice.predicted else "",
+                choice.verdict,
+            ]
+        )
+    return "\n".join([*lines, *aligned(rows)])
