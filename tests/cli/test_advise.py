@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import kerasdist
 
+keras.utils.set_random_seed(1)
 with kerasdist.RingStrategy().scope():
     model = keras.Sequential([keras.Input((4,), dtype="int32"),
                               keras.layers.Embedding(5000, 16), keras.layers.Flatten(),
