@@ -138,17 +138,23 @@ class _Profiler(JobCallback):
         )
         link = measure_link(job.communicator)
 
-        def mean(name: str) -> float:
-            return float(np.mean([getattr(t, name) / t.steps for t, _ in self._taken]))
+        # The last batch of an epoch is smaller: it stands for no other.
+        most = max(t.rows / t.steps for t, _ in self._taken)
+        taken = [each for each in self._taken if each[0].rows / each[0].steps == most]
+        if 2 * len(taken) < len(self._taken):
+            taken, most = self._taken, job.clock.rows_per_step
 
-        mine = mean("compute") / max(job.clock.rows_per_step, 1.0)
+        def mean(name: str) -> float:
+            return float(np.mean([getattr(t, name) / t.steps for t, _ in taken]))
+
+        mine = mean("compute") / max(most, 1.0)
         every = gather_json(job.communicator, mine)
         if not job.is_chief:
             raise SystemExit(0)
-        own = float(np.mean([own / t.steps for t, own in self._taken]))
+        own = float(np.mean([own / t.steps for t, own in taken]))
         profile = Profile(
-            rows=job.clock.rows_per_step,
-            compute=tuple(t.compute / t.steps for t, _ in self._taken),
+            rows=most,
+            compute=tuple(t.compute / t.steps for t, _ in taken),
             input=mean("input"),
             update=mean("update"),
             outside=max(mean("outside") - own, 0.0),
@@ -158,7 +164,7 @@ class _Profiler(JobCallback):
             link=link,
             speeds=tuple(every[0] / one for one in every),
             tables=_bytes_of_tables(self.model),
-            stages=_stages(self.model, job.clock.rows_per_step, self._order.devices),
+            stages=_stages(self.model, most, self._order.devices),
         )
         found = {"": profile}
         if job.communicator.size == 1:
