@@ -21,7 +21,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import Report, arguments, digits_data, digits_model, table
 
-BASE, RATE, MOMENTUM = 64, 0.1, 0.9
+BASE, RATE, MOMENTUM = 64, 0.03, 0.9
 BATCHES = (64, 256, 1024, 2048)
 KINDS = ("none", "constant", "gradual")
 EPOCHS, WARM_UP = 20, 5
