@@ -245,18 +245,9 @@ def make_compiled(
         hooks: The hooks of its strategy.
         step: A step of one replica.
         original: Keras's function that makes it.
-
-    Raises:
-        ValueError: The job is elastic.
     """
     if trainer.jit_compile is not True or is_alone(hooks):
         return original(trainer, step)
-    if hooks.elastic is not None and not hooks.elastic.is_fixed:
-        raise ValueError(
-            "XLA can't compile the steps of an elastic job. Received: jit_compile=True "
-            "in `compile`, and a strategy with elastic=True. Give `compile` "
-            "jit_compile=False, or the strategy elastic=False."
-        )
     COMPILED.set(step, True)
     trainer.jit_compile = False  # Keras would compile the communication
     try:

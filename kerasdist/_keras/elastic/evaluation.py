@@ -179,9 +179,11 @@ class MetricTotals:
         return sums
 
     def _keep(self, flat: dict[Any, Any], sums: Sequence[Any]) -> None:
-        for (dtype, part), total in zip(flat.items(), sums, strict=True):
-            for kept, value in zip(self._totals[dtype], (total, part), strict=True):
-                kept.assign(value, read_value=False)
+        # XLA can't change the shape of a variable.
+        with _tf.outside_of_xla():
+            for (dtype, part), total in zip(flat.items(), sums, strict=True):
+                for kept, value in zip(self._totals[dtype], (total, part), strict=True):
+                    kept.assign(value, read_value=False)
 
     def sums(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the sums over the workers of all parts, a vector by dtype; eagerly."""
