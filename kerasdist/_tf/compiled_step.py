@@ -24,7 +24,11 @@ from tensorflow.python.eager.polymorphic_function import (
     attributes,
 )
 from tensorflow.python.framework import func_graph, ops
-from tensorflow.python.ops import control_flow_ops, handle_data_util
+from tensorflow.python.ops import (
+    control_flow_ops,
+    control_flow_util_v2,
+    handle_data_util,
+)
 
 # Slices of few different lengths, for each of which XLA compiles a part.
 
@@ -137,6 +141,7 @@ _IS_OUTSIDE = re.compile(rf"(^|/){_OUTSIDE}(_\d+)?/")
 _COLLECTIVES = re.compile(r"(Eager)?PyFunc(Stateless)?|Collective\w+|Nccl\w+")
 # A part of nothing else isn't worth a call.
 _TRIVIAL = frozenset({"Const", "Identity", "NoOp"})
+_BRANCHES = frozenset({"If", "StatelessIf", "While", "StatelessWhile"})
 _MUST_COMPILE = attributes.XLA_COMPILE
 
 
@@ -366,6 +371,9 @@ class _Emitter:
         waits = self._waits([operation])
         with tf.control_dependencies(waits), tf.device(None):
             made = self._make(self._outer, operation, inputs)
+        if operation.type in _BRANCHES:
+            # As outside of a context of XLA; else its variables must be of one device.
+            control_flow_util_v2.maybe_set_lowering_attr(made)
         self._operations[operation] = made
         for old, new in zip(operation.outputs, made.outputs, strict=True):
             self._tensors[id(old)] = new
