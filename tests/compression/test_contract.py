@@ -85,9 +85,7 @@ def test_zeros_are_zeros_and_change_nothing_after_them(compressor):
 
 @each
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_a_step_that_is_not_finite_is_so_on_all_ranks_and_leaves_no_trace(
-    compressor, bad
-):
+def test_a_step_not_finite_is_so_on_all_ranks_and_leaves_no_trace(compressor, bad):
     shapes = SHAPES[:3]
     job, other = (Job(compressor, 2, shapes) for _ in range(2))
     for seed in range(2):

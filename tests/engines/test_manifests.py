@@ -144,9 +144,7 @@ def test_two_nodes_of_a_trainjob(two_hosts: Hosts) -> None:
     assert "weights bit-equal on all workers: True" in outputs[1]
 
 
-def test_the_settings_that_a_script_makes_on_sagemaker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_settings_of_a_script_on_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "cloud.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     hosts = ["algo-1", "algo-2"]

@@ -23,9 +23,7 @@ from kerasdist.cli.run import command as run
 
 ROOT = Path(__file__).resolve().parents[2]  # also run as a script
 PAGE = Path(__file__).with_name("public_api.txt")
-LIBRARY = [
-    path for name in ("kerasdist", "callbacks") for path in (ROOT / name).rglob("*.py")
-]
+LIBRARY = [p for n in ("kerasdist", "callbacks") for p in (ROOT / n).rglob("*.py")]
 # What callbacks have for the library alone.
 CALLED_BY_US = {
     *("before_first_step", "never_stops", "on_failure"),

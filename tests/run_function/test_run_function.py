@@ -123,7 +123,7 @@ def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> 
             self.task = task
 
     def function():
-        print("in the chief")
+        print("chief")
         return Found(json.loads(os.environ["TF_CONFIG"])["task"])
 
     with open("runs", "a") as file:
@@ -136,9 +136,7 @@ def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> 
     done = run_script(launcher, "script.py")
     assert done.returncode == 0, done.stderr
     # The launcher writes to this process's standard output by itself.
-    assert (
-        done.stdout == "in the chief\n[(True, {'type': 'worker', 'index': 0})]\n[2]\n"
-    )
+    assert done.stdout == "chief\n[(True, {'type': 'worker', 'index': 0})]\n[2]\n"
     assert (launcher.folder / "runs").read_text() == "once "
     assert launcher.temporary() == []
 

@@ -330,9 +330,7 @@ class World:
                 continue
             one_number = theirs.epoch.number == epoch.number
             if one_number and not self._doomed(theirs) and not self._doomed(decision):
-                raise Violation(
-                    f"two of one number: {me} {decision}, {other.me} {theirs}"
-                )
+                raise Violation(f"two decisions: {me} {decision}, {other.me} {theirs}")
             if operable and self._operable(theirs):
                 raise Violation(f"two groups: {epoch}; {theirs.epoch}")
 

@@ -103,9 +103,7 @@ def test_everything_in_keras_that_takes_a_path_was_looked_at():
         if last == "save_assets" or name.startswith("keras.datasets."):
             continue
         alias = name.replace("keras.models.save_model", "keras.saving.save_model")
-        alias = alias.replace(
-            "keras.preprocessing.image.save_img", "keras.utils.save_img"
-        )
+        alias = alias.replace("preprocessing.image.save_img", "utils.save_img")
         if alias not in known and owner_and_name not in known:
             unknown.append(name)
     assert unknown == []

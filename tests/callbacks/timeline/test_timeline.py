@@ -340,9 +340,7 @@ def test_one_worker_and_none(tmp_path, said):
 
 
 def test_wrong_arguments():
-    with pytest.raises(
-        ValueError, match=r"^`Timeline` can't be made\. Received: "
-    ) as e:
+    with pytest.raises(ValueError, match=r"^`Timeline` can't be made\. Received:") as e:
         Timeline("trace.txt", steps=(5, 5))
     assert "path='trace.txt'; expected a name in .json, .json.gz, " in str(e.value)
     assert "steps=(5, 5); expected two numbers" in str(e.value)

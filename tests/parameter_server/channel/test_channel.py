@@ -192,9 +192,7 @@ def test_a_request_that_was_changed_on_its_way_is_refused():
             channel.receive(Deadline(5), 1 << 20)
 
 
-def test_without_room_for_shared_memory_it_goes_on_through_the_socket(
-    monkeypatch, caplog
-):
+def test_without_room_for_shared_memory_it_uses_the_socket(monkeypatch, caplog):
     def full(size):
         raise errors.SharedMemoryFull("there is no room")
 

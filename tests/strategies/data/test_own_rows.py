@@ -55,9 +55,7 @@ def test_parts_are_those_of_whole_batches(number):
     assert len(own) == len(whole) > 0
     for ours, theirs in zip(own, whole, strict=True):
         tf.nest.assert_same_structure(ours, theirs)
-        flat = (
-            tf.nest.flatten(each, expand_composites=True) for each in (ours, theirs)
-        )
+        flat = (tf.nest.flatten(e, expand_composites=True) for e in (ours, theirs))
         for one, other in zip(*flat, strict=True):
             np.testing.assert_array_equal(one, other)
 
