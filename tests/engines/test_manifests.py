@@ -85,17 +85,10 @@ def command_of_trainjob() -> list[str]:
 
 def environment(node: int, master: str, **more: str) -> dict[str, str]:
     """What Kubeflow Trainer sets for a node, and the manifest."""
-    return python_env(
-        {
-            "PET_NNODES": "2",
-            "PET_NPROC_PER_NODE": "auto",
-            "PET_NODE_RANK": str(node),
-            "PET_MASTER_ADDR": master,
-            "PET_MASTER_PORT": "29400",
-            "WORKERS_PER_NODE": "1",
-            **more,
-        }
-    )
+    pet = {"NNODES": "2", "NPROC_PER_NODE": "auto", "NODE_RANK": str(node)}
+    pet |= {"MASTER_ADDR": master, "MASTER_PORT": "29400"}
+    given = {f"PET_{name}": value for name, value in pet.items()}
+    return python_env({**given, "WORKERS_PER_NODE": "1", **more})
 
 
 def test_the_command_of_a_trainjob(tmp_path: Path) -> None:

@@ -132,17 +132,9 @@ def tags() -> list[str]:
     }
     # All figures that there are, of rank 0 and stage 0, in the runs below the board's.
     figures = Figures(
-        workers=2,
-        steps=1.0,
-        examples_per_second=1.0,
-        by_rank={0: 1.0},
-        step_seconds=1.0,
-        phases=dict.fromkeys(PHASES, 1.0),
-        busy={0: 1.0},
-        slowest=0,
-        link=1.0,
-        baseline=1.0,
-        staleness={0: 1},
+        **{"workers": 2, "steps": 1.0, "examples_per_second": 1.0, "by_rank": {0: 1.0}},
+        **{"step_seconds": 1.0, "phases": dict.fromkeys(PHASES, 1.0), "link": 1.0},
+        **{"busy": {0: 1.0}, "slowest": 0, "baseline": 1.0, "staleness": {0: 1}},
         idle=(0.0,),
     )
     for below, values in scalars(figures, 0.1).items():

@@ -122,9 +122,8 @@ def started(tmp_path, monkeypatch):
         ("SHORT -n 1 script.py", "KERASDIST_SECRET is too short. Received: 4 bytes, "),
     ],
 )
-def test_mistakes_are_said_before_anything_starts(
-    started, monkeypatch, capsys, arguments, said
-):
+def test_mistakes_are_said_at_once(started, monkeypatch, capsys, arguments, said):
+    """Before anything starts."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     if arguments.startswith("SHORT "):
         monkeypatch.setenv("KERASDIST_SECRET", "mine")

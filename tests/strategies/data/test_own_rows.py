@@ -98,10 +98,7 @@ def draws(x, y):
         (lambda: source().map(decode).cache().batch(4), "`cache` and `batch`"),
         (lambda: source().map(decode).padded_batch(4), "`paddedbatch` stands"),
         (lambda: source().map(decode).batch(4).unbatch(), "`unbatch` stands"),
-        (
-            lambda: source().map(decode, AUTO, deterministic=False).batch(4),
-            "doesn't keep the order",
-        ),
+        (lambda: source().map(decode, AUTO, deterministic=False).batch(4), "the order"),
     ],
 )
 def test_why_rows_cannot_be_made_alone(make, why):
