@@ -51,6 +51,10 @@ def build(rate=0.125, optimizer=keras.optimizers.SGD, **more):
     m.compile(optimizer(rate), Slope(), **more)
     return m
 
+def scoped(*args, **more):
+    with strategy.scope():
+        return build(*args, **more)
+
 class Gan(keras.Model):
     "Two weights with an optimizer each, as the parts of a GAN have."
     def __init__(self):
@@ -93,11 +97,9 @@ exec(COMMON, here)  # the same in this process
 build, fit, gan, sunk = (here[name] for name in ("build", "fit", "gan", "sunk"))
 
 
-def warming_up(**more):
+def warming_up():
     """Twice the rate after 9 steps."""
-    return ScaleLearningRate(
-        warmup_epochs=1.5, **{"base_batch_size": 2, "verbose": 0, **more}
-    )
+    return ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2, verbose=0)
 
 
 def expected(steps, base=0.125, factor=2.0, warmup=9, first=0):
@@ -155,8 +157,7 @@ def test_it_scales_by_the_batch_size_and_logs_one_line(said, tmp_path):
 )
 def test_rules(options, factor, warmup):
     scale = ScaleLearningRate(**options, verbose=0)
-    found = fit(build(), [scale])
-    check(found, expected(18, factor=factor, warmup=warmup))
+    check(fit(build(), [scale]), expected(18, factor=factor, warmup=warmup))
     assert scale.steps == warmup
 
 
@@ -168,11 +169,9 @@ def test_every_optimizer_that_is_wrapped():
     def accumulating(rate):
         return keras.optimizers.SGD(rate, gradient_accumulation_steps=3)
 
-    scale = warming_up()
-    found = fit(build(optimizer=wrapped), [scale])
-    check(found, expected(18))
-    found = fit(build(optimizer=accumulating), [scale])
     rates = expected(18)
+    check(fit(build(optimizer=wrapped), [warming_up()]), rates)
+    found = fit(build(optimizer=accumulating), [warming_up()])
     np.testing.assert_allclose(found[1], rates, rtol=1e-6)
     kept = [rate if step % 3 == 2 else 0.0 for step, rate in enumerate(rates)]
     np.testing.assert_allclose(found[0], kept, rtol=1e-5)
@@ -192,8 +191,7 @@ def test_with_keras_schedulers_in_either_order(first):
     # What it's given is what it has set: the base rate.
     halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
     found = fit(build(), in_order([halve]))
-    rates = expected(18, lambda step: 0.0625 * 0.5 ** (step // 6))
-    check(found, rates)
+    check(found, expected(18, lambda step: 0.0625 * 0.5 ** (step // 6)))
     # In the logs it's the rate of the step that comes next.
     np.testing.assert_allclose(found[2][:1], [0.0625 * (1 + 6 / 9)], rtol=1e-6)
 
@@ -202,8 +200,7 @@ def test_with_keras_schedulers_in_either_order(first):
     )
     found = fit(build(), in_order([plateau]), epochs=5)
     base = [0.125, 0.125, 0.0625, 0.04, 0.04]
-    rates = expected(30, lambda step: base[step // 6])
-    check(found, rates)
+    check(found, expected(30, lambda step: base[step // 6]))
     after = [0.125 * (1 + 6 / 9), 0.25, 0.125, 0.08, 0.08]
     np.testing.assert_allclose(found[2], after, rtol=1e-6)
 
@@ -216,8 +213,8 @@ def test_a_callback_of_ones_own_reads_and_sets_the_rate_of_the_next_step():
                 optimizer.learning_rate = optimizer.learning_rate * 0.5
 
     scale = warming_up()
-    found = fit(build(), [scale, Halve()])
-    check(found, expected(18, lambda step: 0.125 * 0.5 ** (step // 6)))
+    rates = expected(18, lambda step: 0.125 * 0.5 ** (step // 6))
+    check(fit(build(), [scale, Halve()]), rates)
     scale.base_learning_rate = 0.5
     assert scale.base_learning_rate == 0.5
     optimizer = scale.model.optimizer
@@ -309,17 +306,13 @@ def test_what_is_wrong_is_said():
         lambda: iter([(here["x"], here["y"])] * 6), output_signature=(rows, rows)
     )
     quiet = {"verbose": 0, "shuffle": False}
-    scale = ScaleLearningRate(base_batch_size=6)
+    given = {"base_batch_size": 6}
     with pytest.raises(ValueError, match=r"^The global batch size isn't known"):
-        m.fit(unknown, callbacks=[scale], **quiet)
-    scale = ScaleLearningRate(base_batch_size=6, batch_size=24)
-    with pytest.raises(
-        ValueError, match=r"^The number of steps in `warmup_epochs` is unknown"
-    ):
-        m.fit(unknown, callbacks=[scale], **quiet)
-    scale = ScaleLearningRate(
-        base_batch_size=6, batch_size=24, warmup_steps=3, verbose=0
-    )
+        m.fit(unknown, callbacks=[ScaleLearningRate(**given)], **quiet)
+    given["batch_size"] = 24
+    with pytest.raises(ValueError, match=r"^The number of steps in `warmup_epochs` is"):
+        m.fit(unknown, callbacks=[ScaleLearningRate(**given)], **quiet)
+    scale = ScaleLearningRate(**given, warmup_steps=3, verbose=0)
     unknown = unknown.apply(tf.data.experimental.assert_cardinality(6))
     m.fit(unknown, callbacks=[scale], **quiet)
     assert (scale.factor, scale.steps) == (4.0, 3)
@@ -346,17 +339,14 @@ RING = """
 strategy = kerasdist.RingStrategy(timeout=60)
 # A rate that Keras sets, in two fits.
 scale = ScaleLearningRate(warmup_epochs=1.5)
-with strategy.scope():
-    m = build()
+m = scoped()
 scheduler = keras.callbacks.LearningRateScheduler(lambda e, rate: rate * 0.5)
 found = {"scheduler": fit(m, [scheduler, scale])}
 found["again"] = fit(m, [ScaleLearningRate(warmup_epochs=1.5)], epochs=1)
 found["factor"] = scale.factor
 # A schedule, and several steps in one execution.
-with strategy.scope():
-    decay = keras.optimizers.schedules.ExponentialDecay(0.125, 1, 0.9)
-    m = build(decay, steps_per_execution=4)
-found["execution"] = fit(m, [scale])
+decay = keras.optimizers.schedules.ExponentialDecay(0.125, 1, 0.9)
+found["execution"] = fit(scoped(decay, steps_per_execution=4), [scale])
 
 # It was killed in the midst of its second epoch; then all goes on, with what only the
 # chief can read.
@@ -370,20 +360,15 @@ class Kill(keras.callbacks.Callback):
 def backup():
     return keras.callbacks.BackupAndRestore(
         f"{folder}/resume_{strategy.rank}", save_freq=4)
-with strategy.scope():
-    m = build()
 try:
-    fit(m, [ScaleLearningRate(warmup_epochs=2), backup(), Kill()])
+    fit(scoped(), [ScaleLearningRate(warmup_epochs=2), backup(), Kill()])
 except Killed:
     pass
-with strategy.scope():
-    m = build()
 share = BroadcastInitialState(verbose=0)
-found["resumed"] = fit(m, [ScaleLearningRate(warmup_epochs=2), backup(), share])
+found["resumed"] = fit(scoped(), [ScaleLearningRate(warmup_epochs=2), backup(), share])
 
 # What others go on with, see below: an epoch of 6 steps.
-with strategy.scope():
-    m = build()
+m = scoped()
 kept = keras.callbacks.BackupAndRestore(folder + "/others", delete_checkpoint=False)
 fit(m, [ScaleLearningRate(warmup_epochs=5), kept], epochs=1)
 try:
@@ -400,11 +385,9 @@ result(found)
 
 OTHERS = """
 strategy = kerasdist.RingStrategy(timeout=60)
-with strategy.scope():
-    m = build()
 kept = keras.callbacks.BackupAndRestore(folder + "/others", delete_checkpoint=False)
 scale = ScaleLearningRate(warmup_epochs=5)
-result(fit(m, [scale, kept], batch_size=6, epochs=4))
+result(fit(scoped(), [scale, kept], batch_size=6, epochs=4))
 """
 
 
@@ -455,11 +438,8 @@ steps = []
 class Steps(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         steps.append(int(steps_of(self.model.optimizer)))
-with strategy.scope():
-    m = build()
-plain = fit(m, [ScaleLearningRate()])
-with strategy.scope():
-    m = build()
+plain = fit(scoped(), [ScaleLearningRate()])
+m = scoped()
 found = fit(m, [ScaleLearningRate(warmup_epochs=1.5, base_batch_size=2), Steps()])
 result([plain, found, steps, float(m.get_weights()[0][0, 0])])
 """

@@ -10,9 +10,7 @@ from cases import training as jobs
 from cases.training import CROSSENTROPY, Numbers, Scope, case, chain, data, mlp, train
 
 
-def batches(
-    dataset: Callable[[Any, Any], Any], **fit: Any
-) -> Callable[[Scope], Numbers]:
+def batches(dataset: Callable[..., Any], **fit: Any) -> Callable[[Scope], Numbers]:
     def run(scope: Scope) -> Numbers:
         model = jobs.compiled_in(scope, mlp, **jobs.CLASSES)
         options = {"epochs": 2, "verbose": 0, **fit}

@@ -310,19 +310,14 @@ def one_row_and_several_losses(scope: Scope) -> Numbers:
 @case
 def many_metrics(scope: Scope) -> Numbers:
     x, y = data()
+    names = ("AUC", "Precision", "Recall", "MeanSquaredError", "BinaryAccuracy")
     return train(
         scope,
         lambda: mlp(classes=1, activation="sigmoid"),
         arrays=(x, (y == 1).astype("float32")[:, None]),
         compiled=lambda: {
             "loss": "binary_crossentropy",
-            "metrics": [
-                keras.metrics.AUC(),
-                keras.metrics.Precision(),
-                keras.metrics.Recall(),
-                keras.metrics.MeanSquaredError(),
-                keras.metrics.BinaryAccuracy(),
-            ],
+            "metrics": [getattr(keras.metrics, name)() for name in names],
             "weighted_metrics": ["mae"],
         },
         fit={"sample_weight": np.linspace(0.5, 1.5, 51)},

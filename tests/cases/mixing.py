@@ -230,24 +230,15 @@ def _trained(scope: Scope, functions: list[Any], **more: Any) -> Numbers:
     with scope():
         inputs = keras.Input((5,))
         features = layers.Dense(4, activation="tanh")(inputs)
-        outputs = {
-            function.__name__: layers.Dense(
-                1, activation="sigmoid", name=function.__name__
-            )(features)
-            for function in functions
+        losses = {function.__name__: function for function in functions}
+        heads = {name: layers.Dense(1, "sigmoid", name=name) for name in losses}
+        outputs = {name: head(features) for name, head in heads.items()}
+        metrics = {
+            name: [loss, *([Welford(), Extremes()] if loss is MIXING[0] else [])]
+            for name, loss in losses.items()
         }
         model = keras.Model(inputs, outputs)
-        model.compile(
-            keras.optimizers.SGD(0.1),
-            {function.__name__: function for function in functions},
-            metrics={
-                function.__name__: [function, Welford(), Extremes()]
-                if function is MIXING[0]
-                else [function]
-                for function in functions
-            },
-            **more,
-        )
+        model.compile(keras.optimizers.SGD(0.1), losses, metrics=metrics, **more)
     targets = dict.fromkeys(outputs, y)
     options = {"batch_size": 9, "verbose": 0}
     history = model.fit(x, targets, epochs=2, shuffle=False, **options)

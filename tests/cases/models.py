@@ -289,17 +289,16 @@ class Game(keras.Model):
         ones, zeros = tf.ones((rows, 1)), tf.zeros((rows, 1))
         both = tf.concat([self.maker(noise), real], 0)
         truth = tf.concat([ones, zeros], 0)
+
+        def made() -> Any:
+            return self.loss_fn(zeros, self.critic(self.maker(noise)))
+
+        def judged() -> Any:
+            return self.loss_fn(truth, self.critic(both))
+
         losses = (
-            jobs.descend(
-                self.critic,
-                lambda: self.loss_fn(truth, self.critic(both)),
-                self.critic_optimizer,
-            ),
-            jobs.descend(
-                self.maker,
-                lambda: self.loss_fn(zeros, self.critic(self.maker(noise))),
-                self.maker_optimizer,
-            ),
+            jobs.descend(self.critic, judged, self.critic_optimizer),
+            jobs.descend(self.maker, made, self.maker_optimizer),
         )
         for tracker, loss in zip(self.trackers, losses, strict=True):
             tracker.update_state(loss)

@@ -226,14 +226,10 @@ def test_tensorflows_resolvers():
 
 
 def step(procid, tasks, nodes, per_node, **more):
-    return {
-        "SLURM_JOB_ID": "1000",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(procid),
-        "SLURM_STEP_NUM_TASKS": str(tasks),
-        "SLURM_STEP_NODELIST": nodes,
-        "SLURM_STEP_TASKS_PER_NODE": per_node,
-    } | more
+    given = {"JOB_ID": "1000", "STEP_ID": "0", "PROCID": str(procid)}
+    given |= {"STEP_NUM_TASKS": str(tasks), "STEP_NODELIST": nodes}
+    given["STEP_TASKS_PER_NODE"] = per_node
+    return {f"SLURM_{name}": value for name, value in given.items()} | more
 
 
 def hosts(workers):
@@ -295,14 +291,9 @@ def test_hostlists():
 @pytest.mark.parametrize(
     ("expand", "text"),
     [
-        *(
-            (expand_hostlist, text)
-            for text in ("", "n[1-2", "n1]", "n[]", "n[a]", "n[3-1]", "n[1-2-3]")
-        ),
-        *(
-            (expand_hostlist, text)
-            for text in ("n[1-999999999]", "n[1-60000],m[1-60000]", "n[1-300]x[1-300]")
-        ),
+        *((expand_hostlist, text) for text in ("", "n[1-2", "n1]", "n[]", "n[a]")),
+        *((expand_hostlist, text) for text in ("n[3-1]", "n[1-2-3]", "n[1-999999999]")),
+        *((expand_hostlist, x) for x in ("n[1-60000],m[1-60000]", "n[1-300]x[1-300]")),
         *((expand_tasks_per_node, text) for text in ("", "x", "2(3)", "1(x999999)")),
     ],
 )
@@ -320,12 +311,8 @@ DAEMONS = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2
 @pytest.mark.parametrize(
     "environ",
     [
-        MPI,
-        {**MPI, "TF_CONFIG": "{}"},
-        {**MPI, **DAEMONS, "PMIX_RANK": "1"},
-        {"PMI_RANK": "1", "PMI_SIZE": "3"},
-        HYDRA,
-        {**HYDRA, **DAEMONS},
+        *(MPI, {**MPI, "TF_CONFIG": "{}"}, {**MPI, **DAEMONS, "PMIX_RANK": "1"}),
+        *({"PMI_RANK": "1", "PMI_SIZE": "3"}, HYDRA, {**HYDRA, **DAEMONS}),
     ],
 )
 def test_a_process_of_mpirun(environ):

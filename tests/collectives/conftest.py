@@ -7,9 +7,7 @@ from groups import Group, each_kind
 LARGEST_BYTES = 4 << 20
 
 
-@pytest.fixture(
-    scope="module", params=each_kind(), ids=lambda kind: f"{kind[0]}-{kind[1]}"
-)
+@pytest.fixture(scope="module", params=each_kind(), ids=lambda k: f"{k[0]}-{k[1]}")
 def group(request):
     with Group(*request.param) as made:
         # Shared memory grows to its full size now, so that no test is blamed for it.

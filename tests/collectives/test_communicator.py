@@ -49,9 +49,7 @@ def test_all_reduce_equals_numpy_for_every_dtype_and_shape(group):
             for rank, g in enumerate(generators(group, 1))
         ]
 
-        results = group.run(
-            lambda c, op=op, inputs=inputs: c.all_reduce(inputs[c.rank], op)
-        )
+        results = group.run(lambda c, op=op, a=inputs: c.all_reduce(a[c.rank], op))
 
         assert same_bytes(results)
         for index, result in enumerate(results[0]):
@@ -104,9 +102,7 @@ def test_sums_that_depend_on_the_order_have_the_same_bits_on_all_ranks(group):
     everyone = [inputs(rank) for rank in range(group.size)]
     for index, result in enumerate(results[0]):
         exact = np.sum([rank[index].astype(np.float64) for rank in everyone], axis=0)
-        size = np.sum(
-            [abs(rank[index].astype(np.float64)) for rank in everyone], axis=0
-        )
+        size = np.sum([abs(r[index].astype(np.float64)) for r in everyone], axis=0)
         epsilon = float(ml_dtypes.finfo(result.dtype).eps)
         error = abs(result.astype(np.float64) - exact)
         assert (error <= group.size * epsilon * size).all()

@@ -35,10 +35,8 @@ def use_and_close(jobs):
 @pytest.mark.parametrize(
     ("asked", "hosts", "chosen"),
     [
-        ("auto", "aa", "shared_memory"),
-        ("auto", "ab", "tcp"),
-        ("auto", "aab", "hierarchical"),
-        ("auto", "abab", "hierarchical"),
+        *(("auto", "aa", "shared_memory"), ("auto", "ab", "tcp")),
+        *(("auto", hosts, "hierarchical") for hosts in ("aab", "abab")),
         ("tcp", "aaa", "tcp"),
         ("shared_memory", "aa", "shared_memory"),
         ("hierarchical", "abc", "hierarchical"),

@@ -85,17 +85,10 @@ def command_of_trainjob() -> list[str]:
 
 def environment(node: int, master: str, **more: str) -> dict[str, str]:
     """What Kubeflow Trainer sets for a node, and the manifest."""
-    return python_env(
-        {
-            "PET_NNODES": "2",
-            "PET_NPROC_PER_NODE": "auto",
-            "PET_NODE_RANK": str(node),
-            "PET_MASTER_ADDR": master,
-            "PET_MASTER_PORT": "29400",
-            "WORKERS_PER_NODE": "1",
-            **more,
-        }
-    )
+    pet = {"NNODES": "2", "NPROC_PER_NODE": "auto", "NODE_RANK": str(node)}
+    pet |= {"MASTER_ADDR": master, "MASTER_PORT": "29400"}
+    given = {f"PET_{name}": value for name, value in pet.items()}
+    return python_env({**given, "WORKERS_PER_NODE": "1", **more})
 
 
 def test_the_command_of_a_trainjob(tmp_path: Path) -> None:
@@ -144,9 +137,7 @@ def test_two_nodes_of_a_trainjob(two_hosts: Hosts) -> None:
     assert "weights bit-equal on all workers: True" in outputs[1]
 
 
-def test_the_settings_that_a_script_makes_on_sagemaker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_settings_of_a_script_on_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "cloud.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     hosts = ["algo-1", "algo-2"]

@@ -101,17 +101,13 @@ class Slurm(Hosts):
             etc = Path("/etc/netns") / name
             etc.mkdir(parents=True)
             (etc / "hosts").write_text(text)
-        (self.folder / "slurm.conf").write_text(
-            _CONFIGURATION.format(
-                host=socket.gethostname().partition(".")[0],
-                address=self.address(0),
-                folder=self.folder,
-                nodes="\n".join(
-                    f"NodeName={node} NodeAddr={self.address(i)} CPUs=16"
-                    for i, node in enumerate(nodes, 1)
-                ),
-            )
-        )
+        lines = [
+            f"NodeName={node} NodeAddr={self.address(i)} CPUs=16"
+            for i, node in enumerate(nodes, 1)
+        ]
+        given = {"host": socket.gethostname().partition(".")[0], "folder": self.folder}
+        given |= {"address": self.address(0), "nodes": "\n".join(lines)}
+        (self.folder / "slurm.conf").write_text(_CONFIGURATION.format(**given))
         # No plugin uses cgroups, and these hosts have none mounted.
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         key = self.folder / "munge.key"
@@ -135,19 +131,13 @@ class Slurm(Hosts):
     def _daemon(self, *command: str, host: int | None = None) -> None:
         program = shutil.which(command[0], path=_PATH) or command[0]
         with (self.folder / f"{command[0]}.out").open("ab") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    [
-                        *([] if host is None else self.prefix(host)),
-                        program,
-                        *command[1:],
-                    ],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"},
-                )
+            daemon = subprocess.Popen(
+                [*([] if host is None else self.prefix(host)), program, *command[1:]],
+                **{"stdin": subprocess.DEVNULL, "stdout": log},
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf"},
             )
+        self._daemons.append(daemon)
 
     def run(
         self, *command: str, cwd: Path | None = None, env: Mapping[str, str] = {}

@@ -7,25 +7,23 @@ import pytest
 from kerasdist import errors
 
 MADE = [
-    errors.KerasDistError("a"),
-    errors.ClusterError("a"),
-    errors.AddressInUseError("a"),
+    *(
+        errors.KerasDistError("a"),
+        errors.ClusterError("a"),
+        errors.CollectiveError("a"),
+    ),
+    *(errors.AddressInUseError("a"), errors.AuthenticationError("a")),
+    *(errors.ProtocolError("a"), errors.CollectiveMismatch("a")),
+    *(errors.CollectiveTimeout("a"), errors.SharedMemoryFull("a")),
+    *(errors.SnapshotError("a"), errors.TransportClosed("a")),
     errors.StartupError("a", {2: "it isn't there"}),
-    errors.AuthenticationError("a"),
-    errors.ProtocolError("a"),
-    errors.CollectiveError("a"),
     errors.WorkerLost(3, "host3:2222", 17, "it was killed", others_go_on=True),
-    errors.CollectiveMismatch("a"),
-    errors.CollectiveTimeout("a"),
     errors.ServerLost(1, "host9:2222", 17, "it was killed", held_weights=False),
     errors.IncompatibleKerasError("4.0.0", ["a is missing"], "3.14 to 3.15"),
     errors.IncompatibleTensorFlowError("3.0.0", ["a is missing"], "2.18 to 2.21"),
     errors.IncompatibleVersionError("1.0", ["a is missing"], "2.0"),
-    errors.SharedMemoryFull("a"),
     errors.FunctionError("a", 1, "Traceback"),
-    errors.SnapshotError("a"),
     errors.PlanError("a", ("b",)),
-    errors.TransportClosed("a"),
 ]
 
 

@@ -23,9 +23,7 @@ from kerasdist.cli.run import command as run
 
 ROOT = Path(__file__).resolve().parents[2]  # also run as a script
 PAGE = Path(__file__).with_name("public_api.txt")
-LIBRARY = [
-    path for name in ("kerasdist", "callbacks") for path in (ROOT / name).rglob("*.py")
-]
+LIBRARY = [p for n in ("kerasdist", "callbacks") for p in (ROOT / n).rglob("*.py")]
 # What callbacks have for the library alone.
 CALLED_BY_US = {
     *("before_first_step", "never_stops", "on_failure"),
@@ -134,17 +132,9 @@ def tags() -> list[str]:
     }
     # All figures that there are, of rank 0 and stage 0, in the runs below the board's.
     figures = Figures(
-        workers=2,
-        steps=1.0,
-        examples_per_second=1.0,
-        by_rank={0: 1.0},
-        step_seconds=1.0,
-        phases=dict.fromkeys(PHASES, 1.0),
-        busy={0: 1.0},
-        slowest=0,
-        link=1.0,
-        baseline=1.0,
-        staleness={0: 1},
+        **{"workers": 2, "steps": 1.0, "examples_per_second": 1.0, "by_rank": {0: 1.0}},
+        **{"step_seconds": 1.0, "phases": dict.fromkeys(PHASES, 1.0), "link": 1.0},
+        **{"busy": {0: 1.0}, "slowest": 0, "baseline": 1.0, "staleness": {0: 1}},
         idle=(0.0,),
     )
     for below, values in scalars(figures, 0.1).items():

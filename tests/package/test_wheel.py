@@ -106,9 +106,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(dist, tracked):
     assert {name.partition("/")[0] for name in names} == {"kerasdist", info}
     assert any(name.endswith("/LICENSE") for name in names if name.startswith(info))
     expected = {path for path in tracked if path.startswith("kerasdist/")}
-    expected |= {
-        f"kerasdist/{path}" for path in tracked if path.startswith("callbacks/")
-    }
+    expected |= {f"kerasdist/{p}" for p in tracked if p.startswith("callbacks/")}
     assert {name for name in names if not name.startswith(info)} == {
         path for path in expected if path.endswith((".py", ".pyi", "/py.typed"))
     }
@@ -172,9 +170,7 @@ def test_an_editable_install_finds_the_callbacks(source, tmp_path):
 
 
 @pytest.mark.soak
-def test_a_checkouts_folder_finds_the_callbacks_after_a_plain_install(
-    installed, source
-):
+def test_a_checkouts_folder_finds_the_callbacks_after_plain_install(installed, source):
     # `python -c` in a checkout's folder imports the checkout, which has no
     # kerasdist/callbacks.
     found = run(str(installed / "python"), "-c", FIND, cwd=source).strip()

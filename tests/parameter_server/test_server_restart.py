@@ -83,9 +83,7 @@ def test_a_job_that_is_started_again_goes_on_from_its_snapshots(tmp_path, said):
         assert job.run(work) == [[0.0] * 40_000] * 2
         for path in paths:
             wait_until(
-                lambda path=path: (
-                    path.exists() and read_snapshot(path)[0]["updates"] == 20
-                ),
+                lambda p=path: p.exists() and read_snapshot(p)[0]["updates"] == 20,
                 "a snapshot of the last updates",
             )
         for server in job.servers:

@@ -13,15 +13,9 @@ PRICE = 3.0
 
 
 AMOUNTS = {
-    "parameter_bytes": 100,
-    "slot_bytes": 200,
-    "gradient_bytes": 100,
-    "update_bytes": 60,
-    "saved_row_bytes": 20,
-    "saved_bytes": 10,
-    "transient_row_bytes": 20,
-    "output_row_bytes": 20,
-    "row_flops": 50,
+    **{"parameter_bytes": 100, "slot_bytes": 200, "gradient_bytes": 100},
+    **{"update_bytes": 60, "saved_row_bytes": 20, "saved_bytes": 10},
+    **{"transient_row_bytes": 20, "output_row_bytes": 20, "row_flops": 50},
 }
 # Bytes are thousands, and limits lie between them: no cut depends on how one rounds.
 UNIT = 1000.0

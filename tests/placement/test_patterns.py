@@ -4,25 +4,23 @@ from kerasdist.placement.patterns import Match, Patterns
 
 
 @pytest.mark.parametrize(
-    ("pattern", "path", "matches"),
+    ("pattern", "paths", "others"),
     [
-        ("encoder", "model/encoder", True),
-        ("encoder/.*", "encoder", True),
-        ("encoder/.*", "model/encoder/block/dense", True),
-        (".*dense.*", "model/my_dense_1/inner", True),
-        ("^model/dense$", "model/dense", True),
-        ("a|b", "model/b", True),
-        ("dense_1", "dense_10", False),
-        ("dense", "my_dense", False),
-        ("encoder/.*", "encoder_2/dense", False),
-        ("^dense$", "model/dense", False),
-        ("a|b", "ab", False),
-        (".*", "", False),
+        ("encoder", ["model/encoder"], []),
+        ("encoder/.*", ["encoder", "model/encoder/block/dense"], ["encoder_2/dense"]),
+        (".*dense.*", ["model/my_dense_1/inner"], []),
+        ("^model/dense$", ["model/dense"], []),
+        ("a|b", ["model/b"], ["ab"]),
+        ("dense_1", [], ["dense_10"]),
+        ("dense", [], ["my_dense"]),
+        ("^dense$", [], ["model/dense"]),
+        (".*", [], [""]),
     ],
 )
-def test_a_pattern_matches_a_path_or_the_end_of_one(pattern, path, matches):
+def test_a_pattern_matches_a_path_or_the_end_of_one(pattern, paths, others):
     match = Match(pattern=pattern, device="D", above=0)
-    assert Patterns({pattern: "D"}).find([path]) == (match if matches else None)
+    found = [Patterns({pattern: "D"}).find([path]) for path in (*paths, *others)]
+    assert found == [match] * len(paths) + [None] * len(others)
 
 
 def test_the_innermost_match_counts_then_the_letters_then_the_first():

@@ -21,12 +21,7 @@ import pytest
 
 import kerasdist
 from kerasdist import errors
-from kerasdist.run_function.launcher import (
-    read_error,
-    read_result,
-    write_error,
-    write_value,
-)
+from kerasdist.run_function import launcher as files
 from launching import Launcher, launcher_in
 from pace import bound
 
@@ -99,12 +94,9 @@ def test_results_of_closures_by_rank_and_the_chiefs_output(
     for each, (settings, big) in enumerate(found):
         np.testing.assert_array_equal(big, np.arange(2_000_000.0) * each)
         assert settings == {
-            "number": 15,
-            "mine": ["yes", "too"],
-            "folder": str(tmp_path),
-            "arguments": ["script", "--flag"],
+            **{"number": 15, "mine": ["yes", "too"], "folder": str(tmp_path)},
+            **{"arguments": ["script", "--flag"], "gpus": "45"[each]},
             "python_path": os.environ.get("PYTHONPATH"),
-            "gpus": "45"[each],
         }
     out, err = capsys.readouterr()
     assert out == "I am 0 ünïcödé\n"
@@ -123,7 +115,7 @@ def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> 
             self.task = task
 
     def function():
-        print("in the chief")
+        print("chief")
         return Found(json.loads(os.environ["TF_CONFIG"])["task"])
 
     with open("runs", "a") as file:
@@ -136,9 +128,7 @@ def test_a_script_runs_once_and_its_classes_are_the_same(launcher: Launcher) -> 
     done = run_script(launcher, "script.py")
     assert done.returncode == 0, done.stderr
     # The launcher writes to this process's standard output by itself.
-    assert (
-        done.stdout == "in the chief\n[(True, {'type': 'worker', 'index': 0})]\n[2]\n"
-    )
+    assert done.stdout == "chief\n[(True, {'type': 'worker', 'index': 0})]\n[2]\n"
     assert (launcher.folder / "runs").read_text() == "once "
     assert launcher.temporary() == []
 
@@ -332,17 +322,17 @@ def file() -> Iterator[IO[bytes]]:
 
 def test_a_value_and_its_absence(file: IO[bytes]) -> None:
     """A file that isn't whole has none: its process was killed."""
-    assert read_result(file) is None
+    assert files.read_result(file) is None
     with pytest.raises((TypeError, pickle.PicklingError)):
-        write_value(file.fileno(), [bytes(1_000_000), threading.Lock()])
-    assert read_result(file) is None
-    write_value(file.fileno(), None)
-    assert read_result(file) == (None,)
-    assert read_error(file) is None
-    write_value(file.fileno(), {"a": [1, 2]})
-    assert read_result(file) == ({"a": [1, 2]},)
+        files.write_value(file.fileno(), [bytes(1_000_000), threading.Lock()])
+    assert files.read_result(file) is None
+    files.write_value(file.fileno(), None)
+    assert files.read_result(file) == (None,)
+    assert files.read_error(file) is None
+    files.write_value(file.fileno(), {"a": [1, 2]})
+    assert files.read_result(file) == ({"a": [1, 2]},)
     file.truncate(file.seek(0, 2) - 1)
-    assert read_result(file) is None
+    assert files.read_result(file) is None
 
 
 def test_an_error_after_the_disk_was_full(file: IO[bytes]) -> None:
@@ -351,21 +341,18 @@ def test_an_error_after_the_disk_was_full(file: IO[bytes]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(OSError, match=r"^\[Errno 27\]") as info:
-            write_value(file.fileno(), ["a" * 10, bytes(1_000_000)])
-        write_error(file.fileno(), "result", info.value, "list")
+            files.write_value(file.fileno(), ["a" * 10, bytes(1_000_000)])
+        files.write_error(file.fileno(), "result", info.value, "list")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    found = read_error(file)
+    found = files.read_error(file)
     assert found is not None
     assert (found.stage, found.result) == ("result", "list")
     assert isinstance(found.exception(), OSError)
 
 
-_MISSING = [
-    name
-    for name in ("ipykernel", "jupyter_client")
-    if importlib.util.find_spec(name) is None
-]
+_NEEDED = ("ipykernel", "jupyter_client")
+_MISSING = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 
 # A notebook's server, with a user who waits for what is shown.
 DRIVER = """

@@ -164,6 +164,7 @@ def lost(rank, at=STEP, number=1, **more):
     return Fault(rank=rank, at=at, number=number, **more)
 
 
+EXECUTION = {"steps_per_execution": 3}
 # Each name: (workers, faults, options).
 MOMENTS: dict[str, Job] = {
     "trace-chief": (3, [lost(0, "trace")], {}),
@@ -192,11 +193,7 @@ MOMENTS: dict[str, Job] = {
     "stop-chief": (3, [lost(0, "on_epoch_end", signum=signal.SIGSTOP)], {}),
     "dataset": (3, [lost(0, STEP, 4, after=1)], {"data": "dataset"}),
     "eager": (3, [lost(0, STEP, 4, after=2)], {"compile": {"run_eagerly": True}}),
-    "steps_per_execution": (
-        3,
-        [lost(0, STEP, 2, after=5)],
-        {"compile": {"steps_per_execution": 3}},
-    ),
+    "execution": (3, [lost(0, STEP, 2, after=5)], {"compile": EXECUTION}),
     "two_workers-end": (2, [lost(1, "on_train_batch_end", LAST, after=1)], {}),
 }
 

@@ -112,9 +112,7 @@ class Losses:
         before = self._changes()
         self._job.kill(rank, signal.SIGSTOP)
         self.counts["SIGSTOP"] += 1
-        wait_until(
-            lambda: self._changes() != before, f"the others without {rank}", FROZEN
-        )
+        wait_until(lambda: self._changes() != before, f"all without {rank}", FROZEN)
         self._job.kill(rank, signal.SIGCONT)
         assert self._job.wait_one(rank, FROZEN).returncode != 0
         self._killed.add(rank)

@@ -123,15 +123,9 @@ MIXED = (
 )
 # Of each other kind of case one, which two workers run; no other layout adds to these.
 SAMPLE = (
-    "dataset_with_weights",
-    "zipped_batches_of_two_sizes",
-    "several_fits_and_initial_epoch",
-    "losses_of_one_number",
-    "one_row_and_several_losses",
-    "average_of_weights",
-    "mixed_precision",
-    "changed_slices",
-    "slices_adagrad",
+    *("dataset_with_weights", "zipped_batches_of_two_sizes", "mixed_precision"),
+    *("several_fits_and_initial_epoch", "losses_of_one_number", "changed_slices"),
+    *("one_row_and_several_losses", "average_of_weights", "slices_adagrad"),
     "autoencoder_without_call",
 )
 

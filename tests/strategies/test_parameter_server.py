@@ -46,9 +46,7 @@ def settings(monkeypatch, cluster, kind="worker", index=0):
         ({"initial_state": "any"}, "Received: initial_state='any'"),
     ],
 )
-def test_wrong_arguments_are_an_error_on_every_task(
-    monkeypatch, kind, arguments, match
-):
+def test_wrong_arguments_are_an_error_on_all_tasks(monkeypatch, kind, arguments, match):
     cluster = {"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
     settings(monkeypatch, cluster, kind)
     before = threading.active_count()

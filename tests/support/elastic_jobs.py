@@ -74,20 +74,11 @@ def lossy_job(
     survivors = [rank for rank in range(size) if rank not in lost]
     for rank in range(size):
         Path(f"{path}{rank}").unlink(missing_ok=True)
-    with Workers(
-        script,
-        size,
-        args=[str(path), *args],
-        env={
-            "TESTS": SCRIPTS_PATH,
-            "FAULTS": dumps(faults),
-            "KERASDIST_ELASTIC": "1",
-            "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
-            **(env or {}),
-        },
-        deadline=deadline,
-        servers=servers,
-    ) as job:
+    strategy = "ParameterServerStrategy" if servers else "RingStrategy"
+    variables = {"TESTS": SCRIPTS_PATH, "FAULTS": dumps(faults), "STRATEGY": strategy}
+    variables |= {"KERASDIST_ELASTIC": "1", **(env or {})}
+    given = {"args": [str(path), *args], "env": variables, "servers": servers}
+    with Workers(script, size, **given, deadline=deadline) as job:
         for rank in survivors:
             assert job.wait_one(rank).returncode == 0, f"rank {rank}"
         for rank, signum in lost.items():

@@ -72,9 +72,7 @@ def in_threads(
     return results
 
 
-def outcomes(
-    count: int, work: Callable[[int], Any], timeout: float = 60.0
-) -> list[Any]:
+def outcomes(count: int, work: Callable[[int], Any], timeout: float = 60) -> list[Any]:
     results: list[Any] = [None] * count
 
     def run(rank: int) -> None:
@@ -131,9 +129,7 @@ def socket_mesh(size: int) -> list[SocketTransport]:
     for low in range(size):
         for high in range(low + 1, size):
             ends[low][high], ends[high][low] = socket.socketpair()
-    return [
-        SocketTransport(rank, peers, ends[rank], ends[rank]) for rank in range(size)
-    ]
+    return [SocketTransport(r, peers, ends[r], ends[r]) for r in range(size)]
 
 
 def cluster_on(

@@ -26,6 +26,7 @@ that is a quorum trains.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -118,10 +119,7 @@ class World:
 
     def _deliver(self, a: int, b: int) -> bool:
         line = self.lines.get((a, b))
-        if not line or not self.reaches(a, b):
-            return False
-        to = self.processes[b]
-        if to.frozen:
+        if not line or not self.reaches(a, b) or self.processes[b].frozen:
             return False
         item = line.pop(0)
         if not line:
@@ -137,18 +135,14 @@ class World:
             self.call(process, epochs.Received(sender, message))
 
     def _again(self, a: int, b: int) -> bool:
-        item = self.last.get((a, b))
-        if item is None:
-            return False
-        self.stray.append(item)
-        return True
+        if (a, b) in self.last:
+            self.stray.append(self.last[a, b])
+        return (a, b) in self.last
 
     def _break(self, a: int, b: int) -> bool:
-        line = self.lines.pop((a, b), None)
-        if not line:
-            return False
+        line = self.lines.pop((a, b), [])
         self.stray += line
-        return True
+        return bool(line)
 
     def _stray(self, n: int) -> bool:
         if not self.stray:
@@ -170,28 +164,24 @@ class World:
 
     def _kill(self, a: int) -> bool:
         process = self.processes.get(a)
-        if process is None or not process.alive:
-            return False
-        self._end(process)
-        return True
+        if alive := bool(process and process.alive):
+            self._end(process)
+        return alive
 
     def _end(self, process: Process) -> None:
         process.alive = process.frozen = False
         self.gone.add(process.me)
 
     def _freeze(self, a: int) -> bool:
-        process = self._living(a)
-        if process is None:
-            return False
-        process.frozen = True
-        return True
+        if process := self._living(a):
+            process.frozen = True
+        return process is not None
 
     def _thaw(self, a: int) -> bool:
         process = self.processes.get(a)
-        if process is None or not process.frozen:
-            return False
-        process.frozen = False
-        return True
+        if frozen := bool(process and process.frozen):
+            process.frozen = False
+        return frozen
 
     def _dead(self, a: int, b: int) -> bool:
         process, other = self._living(a), self.processes.get(b)
@@ -204,18 +194,13 @@ class World:
         return True
 
     def _silent(self, a: int, b: int) -> bool:
-        process, other = self._living(a), self.processes.get(b)
-        if process is None or other is None or a == b:
-            return False
-        self.call(process, epochs.Silent(other.me))
-        return True
+        other = self.processes.get(b)
+        return a != b and bool(other) and self._simple(a, epochs.Silent(other.me))
 
     def _simple(self, a: int, event: epochs.Event) -> bool:
-        process = self._living(a)
-        if process is None:
-            return False
-        self.call(process, event)
-        return True
+        if process := self._living(a):
+            self.call(process, event)
+        return process is not None
 
     def _join(self, n: int) -> bool:
         process = self.processes.get(n)
@@ -270,24 +255,15 @@ class World:
                 and not self._lacks(holder)
                 and self.reaches(member.id, process.me.id)
             ):
-                outputs = self.call(
-                    process, epochs.Fetched(decision.epoch.number, Progress(wanted))
-                )
-                if TooLate() in outputs or not process.alive:
+                fetched = epochs.Fetched(decision.epoch.number, Progress(wanted))
+                if TooLate() in self.call(process, fetched) or not process.alive:
                     return True
+                theirs = holder.results
                 if old is None:
-                    process.results = {
-                        step: result
-                        for step, result in holder.results.items()
-                        if step <= wanted
-                    }
-                self.must(
-                    process.results[wanted - 1] == holder.results[wanted - 1]
-                    if wanted
-                    else True,
-                    f"{process.me} and {member} differ before step {wanted}",
-                )
-                process.results[wanted] = holder.results[wanted]
+                    process.results = {n: theirs[n] for n in theirs if n <= wanted}
+                same = not wanted or process.results[wanted - 1] == theirs[wanted - 1]
+                self.must(same, f"{process.me} and {member} differ before {wanted}")
+                process.results[wanted] = theirs[wanted]
                 return True
         return False
 
@@ -347,25 +323,16 @@ class World:
                 f"{me} has finished step {step}, the verdict is {verdict}",
             )
         process.done = 0
+        operable = self._operable(decision)
         for other in self.living():
             theirs = other.machine.decision
-            if (
-                theirs is not None
-                and theirs is not decision
-                and theirs.epoch.number == epoch.number
-                and theirs != decision
-                and not self._doomed(theirs)
-                and not self._doomed(decision)
-            ):
-                raise Violation(
-                    f"two decisions of one number: {me} has {decision}, "
-                    f"{other.me} has {theirs}"
-                )
-        if self._operable(decision):
-            for other in self.living():
-                theirs = other.machine.decision
-                if theirs and theirs != decision and self._operable(theirs):
-                    raise Violation(f"two groups: {epoch}; {theirs.epoch}")
+            if theirs is None or theirs is decision or theirs == decision:
+                continue
+            one_number = theirs.epoch.number == epoch.number
+            if one_number and not self._doomed(theirs) and not self._doomed(decision):
+                raise Violation(f"two decisions: {me} {decision}, {other.me} {theirs}")
+            if operable and self._operable(theirs):
+                raise Violation(f"two groups: {epoch}; {theirs.epoch}")
 
     def living(self) -> list[Process]:
         return [each for each in self.processes.values() if each.alive]
@@ -401,9 +368,8 @@ class World:
             process.frozen = process.alive and process.me.id in apart
         self.cuts.clear()
         self.stray.clear()
-        goal = 2 + max(
-            (max(each.results, default=0) for each in self.living()), default=0
-        )
+        finished = (step for each in self.living() for step in each.results)
+        goal = 2 + max(finished, default=0)
         for number in range(ROUNDS):
             if not any(each.epoch for each in self.living() if not each.frozen):
                 return "stops"
@@ -421,8 +387,7 @@ class World:
     def _round(self, apart: set[int], goal: int) -> bool:
         """Everything that happens until a time-out; return whether all train."""
         for n, process in list(self.processes.items()):
-            stopped = process.machine.stopped
-            if not process.alive and stopped in REJOINING:
+            if not process.alive and process.machine.stopped in REJOINING:
                 self._join(n)
         for process in self.living():
             if not process.frozen:
@@ -455,14 +420,10 @@ class World:
 
     def _ended(self, process: Process, other: Process) -> bool:
         """Whether the other has closed the lines of this one's epoch."""
-        return bool(
-            process.epoch
-            and other.epoch
-            and not process.machine.suspended
-            and other.alive
-            and other.me in process.epoch[1]
-            and process.epoch[0] < other.epoch[0]
-        )
+        mine, theirs = process.epoch, other.epoch
+        if not (mine and theirs and other.alive) or process.machine.suspended:
+            return False
+        return other.me in mine[1] and mine[0] < theirs[0]
 
     def _quiet(self) -> None:
         for _ in range(2000):
@@ -512,23 +473,10 @@ LENGTHS = (40, 80, 160)
 
 _ALWAYS = {"deliver": 40.0, "work": 8.0}
 _SOMETIMES = {
-    "look": 6.0,
-    "silent": 1.0,
-    "split": 2.0,
-    "unite": 1.0,
-    "timeout": 4.0,
-    "kill": 1.0,
-    "freeze": 2.0,
-    "thaw": 2.0,
-    "cut": 1.0,
-    "heal": 1.0,
-    "break": 2.0,
-    "stray": 4.0,
-    "again": 1.5,
-    "join": 2.0,
-    "apply": 3.0,
-    "leave": 0.3,
-    "giveup": 0.05,
+    **{"look": 6.0, "silent": 1.0, "split": 2.0, "unite": 1.0, "timeout": 4.0},
+    **{"kill": 1.0, "freeze": 2.0, "thaw": 2.0, "cut": 1.0, "heal": 1.0, "break": 2.0},
+    **{"stray": 4.0, "again": 1.5, "join": 2.0, "apply": 3.0, "leave": 0.3},
+    **{"giveup": 0.05},
 }
 
 
@@ -542,14 +490,12 @@ def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation
     weights = dict(_ALWAYS)
     for name, weight in _SOMETIMES.items():
         weights[name] = weight * chance.choice((0, 1, 1, 3))
-    names, sums, total = list(weights), [], 0.0
-    for weight in weights.values():
-        sums.append(total := total + weight)
+
     slow: dict[tuple[int, int], bool] = {}
     slowness = chance.choice((0, 0.2, 0.5))
     strike = chance.choice((0, 0.2, 0.6))
     latest = 0
-    for name in chance.choices(names, cum_weights=sums, k=length):
+    for name in chance.choices(list(weights), list(weights.values()), k=length):
         if latest < world.counts["epochs"]:
             # One is in a new epoch, the others may not have heard of it.
             latest = world.counts["epochs"]
@@ -564,12 +510,9 @@ def draw(world: World, chance: random.Random, length: int) -> Iterator[Operation
             if slow[line] and chance.random() < 0.9:
                 continue
             yield name, *line
-        elif name == "break":
-            if world.lines:
-                yield name, *chance.choice(list(world.lines))
-        elif name == "again":
-            if world.last:
-                yield name, *chance.choice(list(world.last))
+        elif name in ("break", "again"):
+            if lines := world.lines if name == "break" else world.last:
+                yield name, *chance.choice(list(lines))
         elif name == "stray":
             if world.stray:
                 yield name, chance.randrange(len(world.stray))
@@ -621,32 +564,21 @@ def run(
     machine: type[PaxosParticipant] = PaxosParticipant,
     before: Sequence[Operation] = (),
 ) -> tuple[World, str]:
-    world, apart = _start(seed, sizes, machine)
-    size, done = len(world.processes), []
+    chance = random.Random(f"{seed} start")
+    size = chance.choice(sizes)
+    min_workers = 2 if chance.random() < 0.1 else 1
+    some = chance.random() < 0.5
+    apart = {n for n in range(size) if some and chance.random() < 0.35}
+    world, done = World(size, min_workers=min_workers, machine=machine), []
     chance = random.Random(f"{seed} schedule")
+    drawn = draw(world, chance, chance.choice(LENGTHS))
     try:
-        for operation in before:
-            done.append(operation)
-            world.do(operation)
-        for operation in draw(world, chance, chance.choice(LENGTHS)):
+        for operation in itertools.chain(before, drawn):
             done.append(operation)
             world.do(operation)
         return world, world.settle(apart)
     except Violation as violation:
         lines = "\n".join(" ".join(map(str, each)) for each in done)
         raise Violation(
-            f"{violation}\nseed {seed!r}, {size} workers, at last apart {apart}:\n"
-            f"{lines}"
+            f"{violation}\nseed {seed!r}, {size} workers, then apart {apart}:\n{lines}"
         ) from None
-
-
-def _start(
-    seed: int | str, sizes: tuple[int, ...], machine: type[PaxosParticipant]
-) -> tuple[World, set[int]]:
-    chance = random.Random(f"{seed} start")
-    size = chance.choice(sizes)
-    min_workers = 2 if chance.random() < 0.1 else 1
-    apart: set[int] = set()
-    if chance.random() < 0.5:
-        apart = {n for n in range(size) if chance.random() < 0.35}
-    return World(size, min_workers=min_workers, machine=machine), apart

@@ -25,19 +25,10 @@ from collections.abc import Sequence
 from typing import Any
 
 _CALLBACKS = (
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_train_batch_begin",
-    "on_train_batch_end",
-    "on_test_begin",
-    "on_test_end",
-    "on_test_batch_begin",
-    "on_test_batch_end",
-    "on_predict_begin",
-    "on_predict_batch_begin",
-    "on_predict_batch_end",
+    *("on_train_begin", "on_train_end", "on_train_batch_begin", "on_train_batch_end"),
+    *("on_epoch_begin", "on_epoch_end", "on_test_begin", "on_test_end"),
+    *("on_test_batch_begin", "on_test_batch_end", "on_predict_begin"),
+    *("on_predict_batch_begin", "on_predict_batch_end"),
 )
 _COLLECTIVES = ("all_reduce", "all_gather", "exchange_rows", "broadcast", "barrier")
 

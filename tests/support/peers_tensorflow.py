@@ -25,6 +25,8 @@ import kerasdist
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 _DEVICES = ["CPU:0", "CPU:1"]
+_PAIRS = [[i, i + 1] for i in range(0, 10, 2)]
+constant, replica_context = tf.constant, tf.distribute.get_replica_context
 # Methods that aren't called, with the reason.
 ELSEWHERE = {
     "_test_device_and_input_device_are_colocated": "sessions on a cluster of its own",
@@ -51,24 +53,16 @@ class TwoDevices(
         super()._test_minimize_loss_graph(d, soft_placement=True)
 
     def _test_dataset_from_function(self, strategy):
-        self._test_input_fn_iterable(
-            strategy,
-            self._input_fn(lambda: tf.data.Dataset.range(10)),
-            [[i, i + 1] for i in range(0, 10, 2)],
-        )
+        self._test_input_fn_iterable(strategy, self._input_fn(), _PAIRS)
 
     def _test_input_fn_iterator_with_dataset(self, strategy):
-        self._test_input_fn_iterator(
-            strategy.make_input_fn_iterator(
-                self._input_fn(lambda: tf.data.Dataset.range(10))
-            ),
-            strategy.extended.worker_devices,
-            [[i, i + 1] for i in range(0, 10, 2)],
-        )
+        iterator = strategy.make_input_fn_iterator(self._input_fn())
+        devices = strategy.extended.worker_devices
+        self._test_input_fn_iterator(iterator, devices, _PAIRS)
 
-    def _input_fn(self, make):
+    def _input_fn(self):
         return self._input_fn_to_test_input_context(
-            make,
+            lambda: tf.data.Dataset.range(10),
             expected_num_replicas_in_sync=2,
             expected_num_input_pipelines=1,
             expected_input_pipeline_id=0,
@@ -129,9 +123,8 @@ class Contract(tf.test.TestCase):
         ):
             for local in strategy.experimental_local_results(reduced):
                 assert isinstance(local, tf.IndexedSlices)
-                self.assertAllEqual(
-                    tf.convert_to_tensor(local), [[0, 0], [2, 2], [1, 1]]
-                )
+                found = tf.convert_to_tensor(local)
+                self.assertAllEqual(found, [[0, 0], [2, 2], [1, 1]])
 
     def _test_gradient_of_all_gather(self, strategy, run_in_function=False):
         def replica(x):
@@ -145,9 +138,7 @@ class Contract(tf.test.TestCase):
                 loss = tf.reduce_sum(gathered * weight)
             return gathered, tape.gradient(loss, x)
 
-        value = self._differing(
-            strategy, tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0])
-        )
+        value = self._differing(strategy, constant([1.0, 2.0]), constant([3.0, 4.0]))
         gathered, gradient = self._run(strategy, replica, value, graph=run_in_function)
         self.assertAllEqual(gathered, [[1, 2, 3, 4]] * 2)
         self.assertAllEqual(gradient, [[3, 6], [9, 12]])
@@ -156,16 +147,14 @@ class Contract(tf.test.TestCase):
         def replica(x):
             return tf.distribute.get_replica_context().all_gather(x, axis=1)
 
-        value = self._differing(
-            strategy, tf.constant([[1], [2]]), tf.constant([[3, 4], [5, 6]])
-        )
+        one, other = constant([[1], [2]]), constant([[3, 4], [5, 6]])
+        value = self._differing(strategy, one, other)
         gathered = self._run(strategy, replica, value, graph=run_in_function)
         self.assertAllEqual(gathered, [[[1, 3, 4], [2, 5, 6]]] * 2)
 
     def _test_gather(self, strategy, run_in_function=False):
-        value = self._differing(
-            strategy, tf.constant([[1, 2]]), tf.constant([[3, 4], [5, 6]])
-        )
+        one, other = constant([[1, 2]]), constant([[3, 4], [5, 6]])
+        value = self._differing(strategy, one, other)
 
         def gather():
             return strategy.gather(value, axis=0)
@@ -235,14 +224,12 @@ class Contract(tf.test.TestCase):
     def _test_checkpoint(self, strategy):
         path = os.path.join(self.get_temp_dir(), "checkpoint")
         with strategy.scope():
-            saved = tf.train.Checkpoint(
-                a=tf.Variable([1.0, 2.0]),
-                b=tf.Variable(
-                    0.0,
-                    synchronization=tf.VariableSynchronization.ON_READ,
-                    aggregation=tf.VariableAggregation.SUM,
-                ),
+            total = tf.Variable(
+                0.0,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.SUM,
             )
+            saved = tf.train.Checkpoint(a=tf.Variable([1.0, 2.0]), b=total)
         strategy.run(lambda: saved.b.assign_add(2.0))
         written = saved.write(path)
         plain = tf.train.Checkpoint(a=tf.Variable([0.0, 0.0]), b=tf.Variable(0.0))
@@ -288,9 +275,7 @@ class OneObject(tf.test.TestCase):
 
     def _test_all_gather(self, strategy):
         one = tf.constant([1.0])
-        made = strategy.run(
-            lambda: tf.distribute.get_replica_context().all_gather(one, axis=0)
-        )
+        made = strategy.run(lambda: replica_context().all_gather(one, axis=0))
         self.assertAllEqual(strategy.experimental_local_results(made), [[1, 1]] * 2)
 
 

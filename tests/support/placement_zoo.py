@@ -92,24 +92,9 @@ def plain_numbers(name: str, folder: str) -> dict[str, Any]:
 
 # They compute nothing, or are moved and merged by the runtime as it likes.
 _LIGHT = {
-    "_Arg",
-    "_DeviceArg",
-    "_DeviceRetval",
-    "_HostRecv",
-    "_HostSend",
-    "_Recv",
-    "_Retval",
-    "_Send",
-    "Const",
-    "ConcatOffset",
-    "Enter",
-    "Exit",
-    "Identity",
-    "LoopCond",
-    "Merge",
-    "NextIteration",
-    "NoOp",
-    "Switch",
+    *("_Arg", "_DeviceArg", "_DeviceRetval", "_HostRecv", "_HostSend", "_Recv"),
+    *("_Retval", "_Send", "Const", "ConcatOffset", "Enter", "Exit", "Identity"),
+    *("LoopCond", "Merge", "NextIteration", "NoOp", "Switch"),
 }
 
 
@@ -144,9 +129,7 @@ def misplaced(graphs: list[Any], devices: list[str]) -> tuple[int, list[str]]:
     """
     count, wrong = 0, []
     for node in (node for graph in graphs for node in graph.node):
-        if node.op in _LIGHT:
-            continue
-        expected = _expected(node.name, devices)
+        expected = None if node.op in _LIGHT else _expected(node.name, devices)
         if expected is None:
             continue
         count += "gradient_tape/" in node.name
@@ -175,9 +158,8 @@ def moved_into_updates(graphs: list[Any]) -> list[str]:
     for graph in graphs:
         nodes = {node.name: node for node in graph.node}
         for node in graph.node:
-            if not re.search(r"(^|/)(adam|adamw|sgd)\w*/", node.name):
-                continue
-            if not node.op.startswith(("Assign", "ResourceApply", "ResourceScatter")):
+            assigns = node.op.startswith(("Assign", "ResourceApply", "ResourceScatter"))
+            if not assigns or not re.search(r"(^|/)(adam|adamw|sgd)\w*/", node.name):
                 continue
             for name in node.input[1:]:
                 source = nodes.get(name.partition(":")[0])
@@ -221,22 +203,12 @@ def _classes() -> dict[str, Any]:
 
 
 def _everything() -> dict[str, Any]:
-    return {
-        "optimizer": keras.optimizers.AdamW(
-            0.01,
-            weight_decay=0.02,
-            global_clipnorm=0.5,
-            use_ema=True,
-            ema_overwrite_frequency=2,
-            gradient_accumulation_steps=2,
-        ),
-        "loss": "mse",
-    }
+    options = {"weight_decay": 0.02, "global_clipnorm": 0.5, "use_ema": True}
+    options |= {"ema_overwrite_frequency": 2, "gradient_accumulation_steps": 2}
+    return {"optimizer": keras.optimizers.AdamW(0.01, **options), "loss": "mse"}
 
 
-def _dense(
-    name: str, width: int = 6, activation: str | None = None, **more: Any
-) -> Any:
+def _dense(name: str, width: int = 6, activation: Any = None, **more: Any) -> Any:
     return layers.Dense(width, activation=activation, name=name, **more)
 
 
@@ -283,13 +255,8 @@ def _shared() -> Any:
 
 
 def _recurrent() -> Any:
-    return keras.Sequential(
-        [
-            layers.LSTM(4, return_sequences=True, name="on0_lstm"),
-            layers.GRU(4, name="on1_gru"),
-            _dense("on2_out", 3),
-        ]
-    )
+    lstm = layers.LSTM(4, return_sequences=True, name="on0_lstm")
+    return keras.Sequential([lstm, layers.GRU(4, name="on1_gru"), _dense("on2_out", 3)])
 
 
 class Controlled(layers.Layer):
@@ -404,16 +371,10 @@ class OwnStep(keras.Sequential):
         with tf.GradientTape() as tape:
             predicted = self(x, training=True)
             loss = self.compute_loss(x, y, predicted)
-        gradients = tape.gradient(loss, self.trainable_weights)
-        gradients, _ = tf.clip_by_global_norm(gradients, 0.3)
-        self.optimizer.apply_gradients(
-            zip(gradients, self.trainable_weights, strict=True)
-        )
+        weights = self.trainable_weights
+        gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, weights), 0.3)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
         return self.compute_metrics(x, y, predicted)
-
-
-def _own_step() -> Any:
-    return OwnStep(_deep().layers)
 
 
 class Measured(layers.Layer):
@@ -465,7 +426,7 @@ ZOO: dict[str, Kind] = {
     "staged": Kind(_staged, _PLAIN, _adam, by_rows=False, staged=True),
     "everything": Kind(_deep, _PLAIN, _everything),
     "half": Kind(_half, _PLAIN, _scaled_loss),
-    "own_step": Kind(_own_step, _PLAIN, _simple, exact=False),
+    "own_step": Kind(lambda: OwnStep(_deep().layers), _PLAIN, _simple, exact=False),
     "many": Kind(_many, _MANY, _simple),
 }
 

@@ -8,9 +8,7 @@ import pytest
 from pace import bound
 
 
-def wait_until(
-    condition: Callable[[], Any], what: object, within: float = 60.0
-) -> None:
+def wait_until(condition: Callable[[], Any], what: object, within: float = 60) -> None:
     """Looks often whether `condition()` holds; fails after `within` usual seconds."""
     within = bound(within)
     never = threading.Event()

@@ -83,11 +83,7 @@ class Odd(keras.optimizers.SGD):
     ("build", "given", "message"),
     [
         (chain(layers.Dense(4)), {}, r"^A plan needs the shapes .*inputs=\(28"),
-        (
-            chain(keras.Input((None, 4)), layers.LSTM(3)),
-            {},
-            r"^A plan needs inputs of k",
-        ),
+        (chain(keras.Input((None, 4)), layers.LSTM(3)), {}, r"^A plan needs inputs of"),
         (lambda: None, {}, r"^A plan needs a function that returns a"),
         (Own, {"inputs": [(3,), (3,)]}, r"^A plan calls the model with placeholders"),
         (
@@ -168,11 +164,7 @@ def test_slots_are_found_from_the_optimizer(optimizer, slots):
         ((5, 16), lambda: layers.EinsumDense("btd,de->bte", (5, 8)), 5 * 2 * 16 * 8),
         ((8, 8, 3), lambda: layers.Conv2D(4, 3, use_bias=False), 6 * 6 * 4 * 2 * 27),
         ((8, 8, 3), lambda: layers.DepthwiseConv2D(3, use_bias=False), 36 * 3 * 2 * 9),
-        (
-            (8, 8, 3),
-            lambda: layers.Conv2DTranspose(4, 2, strides=2, use_bias=False),
-            8 * 8 * 3 * 2 * 4 * 4,
-        ),
+        ((8, 8, 3), lambda: layers.Conv2DTranspose(4, 2, 2, use_bias=False), 192 * 32),
         ((16,), lambda: layers.Activation("relu"), 16),
     ],
 )

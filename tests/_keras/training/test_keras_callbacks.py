@@ -190,9 +190,7 @@ result(state(m))
 """
     chief, other = session.finish(body, FOLDER=str(tmp_path))
     assert chief.result == other.result
-    assert (
-        chief.output.count("1 variable differed between the workers by rounding") == 1
-    )
+    assert chief.output.count("1 variable differed between the workers by round") == 1
 
 
 def test_dropout_differs_per_replica_and_is_reproducible(run):

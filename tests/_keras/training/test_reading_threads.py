@@ -46,9 +46,7 @@ except ValueError:
 """)
 
 
-def test_others_are_informed_before_a_process_waits_for_its_threads(
-    tmp_path: Path,
-) -> None:
+def test_others_are_informed_before_a_process_waits_for_threads(tmp_path: Path) -> None:
     with Workers(SCRIPT, 2, [str(tmp_path / "informed")], deadline=60) as job:
         # It would wait for the generator, which waits for the other worker.
         assert "INFORMED" in job.wait_one(1).output

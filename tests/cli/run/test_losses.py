@@ -58,9 +58,7 @@ def test_a_frozen_worker_is_told_and_ended_with_the_job(launcher):
     (pid,) = launcher.pids("pid-worker-1")
     os.kill(pid, signal.SIGSTOP)
     line = wait_until_said(process, "lost")
-    assert line.startswith(
-        "kerasdist run: rank 1 was lost: nothing was received from it"
-    )
+    assert line.startswith("kerasdist run: rank 1 was lost: nothing was received")
     code, _, err = launcher.finish(process)
     assert (code, err) == (0, "kerasdist run: the job has finished without rank 1\n")
 

@@ -56,7 +56,7 @@ def test_each_task_has_its_settings_and_its_listening_socket(launcher):
     assert len(set(addresses)) == 5
     cores = [sorted(share) for share in shares(cores_in_order(), 3)]
     mine = sorted(os.sched_getaffinity(0))
-    assert sorted({core for share in cores for core in share}) == mine
+    assert sorted(set().union(*cores)) == mine
     assert ("3 workers share" in err) == (len(mine) < 3)
     library = find_allocator()
     used = "no allocator is inst" if library is None else f"allocate with {library}"
@@ -69,14 +69,10 @@ def test_each_task_has_its_settings_and_its_listening_socket(launcher):
         threads = [len(cores[index]) + more for more in (0, 1, 0)] if worker else []
         assert each == {
             "config": {"cluster": cluster, "task": {"type": kind, "index": index}},
-            "secret": found[0]["secret"],
-            "args": ["--epochs", "3", "-n", "x", "--"],
-            "port": each["port"],
-            "accepts": 1,
-            "unbuffered": "1",
-            "path": str(launcher.folder),
+            **{"secret": found[0]["secret"], "port": each["port"], "accepts": 1},
+            **{"args": ["--epochs", "3", "-n", "x", "--"], "unbuffered": "1"},
+            **{"path": str(launcher.folder), "executable": sys.executable},
             "other": "kept",
-            "executable": sys.executable,
             "cores": cores[index] if worker else mine,
             "typed": "typed" if (kind, index) == ("worker", 0) else "",
             "threads": list(map(str, threads)) or ["1", None, "77"],
@@ -121,17 +117,13 @@ def started(tmp_path, monkeypatch):
         ("-n 2 --gpus some script.py", "--gpus must be 'auto', 'all', 'none' or a nu"),
         ("-n 2 --ssh ssh script.py", "--ssh is an option for jobs on several hosts"),
         ("-H localhost:2,b:2 script.py", "reach each other. Received: localhost"),
-        (
-            "-n 1 --nnodes 2:4 --rendezvous a:1 script.py",
-            "Received: --nnodes 2:4. Start 4 hosts with --nnodes 4 --elastic",
-        ),
+        ("-n 1 --nnodes 2:4 --rendezvous a:1 script.py", "2:4. Start 4 hosts with --"),
         ("-n 1 --nnodes 2 --rendezvous a:1 script.py", "several hosts need a secret"),
         ("SHORT -n 1 script.py", "KERASDIST_SECRET is too short. Received: 4 bytes, "),
     ],
 )
-def test_mistakes_are_said_before_anything_starts(
-    started, monkeypatch, capsys, arguments, said
-):
+def test_mistakes_are_said_at_once(started, monkeypatch, capsys, arguments, said):
+    """Before anything starts."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     if arguments.startswith("SHORT "):
         monkeypatch.setenv("KERASDIST_SECRET", "mine")

@@ -59,9 +59,7 @@ def test_results_that_one_rank_keeps_stay_as_they_are(group):
             del total
             kept = kept[-3:]
         others = sum(range(communicator.size))
-        right = [
-            (part == communicator.size * turn + others).all() for turn, part in kept
-        ]
+        right = [(part == communicator.size * n + others).all() for n, part in kept]
         return right, len(memories(communicator))
 
     for right, count in group.run(work):

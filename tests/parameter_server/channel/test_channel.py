@@ -156,20 +156,14 @@ def raw(meta, body=b"", *, size=None, length=None, frame=FrameType.REQUEST):
     "data",
     [
         (b"GET / HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n", b""),
-        raw(b"{"),
-        raw([]),
-        raw({"arrays": 3}),
-        raw({"arrays": [["float32", [2]]]}),
-        raw({"arrays": [["float32", [-2]]]}),
+        *map(raw, (b"{", [], {"arrays": 3})),
+        *(raw({"arrays": [["float32", [n]]]}) for n in (2, -2)),
         raw({"arrays": [["object", [2]]]}, bytes(16)),
         raw({"arrays": [["float32", ["x"]]]}, bytes(8)),
-        raw({"arrays": [["float32", [2]]]}, bytes(8), size=1 << 40),
-        raw({"arrays": [["float32", [2]]]}, bytes(8), size=9),
+        *(raw({"arrays": [["float32", [2]]]}, bytes(8), size=n) for n in (1 << 40, 9)),
         raw({"arrays": [["float32", [2]]], "shared": True}, size=8),
-        raw({}, length=3),
-        raw({}, length=1 << 50),
-        (pack_header(FrameType.DESCRIPTOR, 8) + bytes(8), b""),
-        (pack_header(FrameType.DESCRIPTOR, 9) + bytes(9), b""),
+        *(raw({}, length=n) for n in (3, 1 << 50)),
+        *((pack_header(FrameType.DESCRIPTOR, n) + bytes(n), b"") for n in (8, 9)),
     ],
 )
 def test_nonsense_is_refused(data):
@@ -192,9 +186,7 @@ def test_a_request_that_was_changed_on_its_way_is_refused():
             channel.receive(Deadline(5), 1 << 20)
 
 
-def test_without_room_for_shared_memory_it_goes_on_through_the_socket(
-    monkeypatch, caplog
-):
+def test_without_room_for_shared_memory_it_uses_the_socket(monkeypatch, caplog):
     def full(size):
         raise errors.SharedMemoryFull("there is no room")
 

@@ -79,9 +79,7 @@ def test_a_lost_worker_is_neither_counted_nor_waited_for(came):
 def test_who_joined_while_others_wait_need_not_come():
     server = Server(2)
     server.membership.lose(server.membership.workers[1], "it was killed")
-    server.membership.enter(
-        WorkerRecord(1, "host1:1", "another process", met=1), "joined"
-    )
+    server.membership.enter(WorkerRecord(1, "host1:1", "another", met=1), "joined")
     assert server.sum(0, 5, 1)[1] == [0]
 
 

@@ -31,14 +31,13 @@ def changes(seed):
     [
         (0, np.zeros(5, "float32")),
         (0, np.zeros(120_006, "float64")),
-        (2, np.array([3, 3], "int32")),
-        (2, np.array([4, 3], "int32")),
-        (2, np.array([-1, 3], "int32")),
-        (2, np.array([3, 50], "int32")),
+        *(
+            (2, np.array([a, b], "int32"))
+            for a, b in ((3, 3), (4, 3), (-1, 3), (3, 50))
+        ),
         (2, np.array([3.0, 4.0])),
         (2, np.array([[3, 4]], "int32")),
-        (3, np.zeros((2, 5), "float32")),
-        (3, np.zeros((3, 4), "float32")),
+        *((3, np.zeros(shape, "float32")) for shape in ((2, 5), (3, 4))),
         (3, np.zeros((2, 4), "float64")),
     ],
 )

@@ -321,9 +321,7 @@ log.epochs.append(refused(lambda: [run(batch) for batch in two[rank]]))
     weights = [worker[3] for worker in (first, second) if worker[3]]
     assert all(w == weights[0] for w in weights)
     for *_, mismatch in (first, second):
-        assert re.search(
-            r"rank 0 ends pass 1 of dataset (\d+); rank 1 ends pass 1", mismatch
-        )
+        assert re.search(r"rank 0 ends pass 1 of dataset \d+; rank 1 ends", mismatch)
 
 
 def test_a_variable_whose_value_is_computed_from_a_batch(double):

@@ -55,9 +55,7 @@ def test_parts_are_those_of_whole_batches(number):
     assert len(own) == len(whole) > 0
     for ours, theirs in zip(own, whole, strict=True):
         tf.nest.assert_same_structure(ours, theirs)
-        flat = (
-            tf.nest.flatten(each, expand_composites=True) for each in (ours, theirs)
-        )
+        flat = (tf.nest.flatten(e, expand_composites=True) for e in (ours, theirs))
         for one, other in zip(*flat, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -100,10 +98,7 @@ def draws(x, y):
         (lambda: source().map(decode).cache().batch(4), "`cache` and `batch`"),
         (lambda: source().map(decode).padded_batch(4), "`paddedbatch` stands"),
         (lambda: source().map(decode).batch(4).unbatch(), "`unbatch` stands"),
-        (
-            lambda: source().map(decode, AUTO, deterministic=False).batch(4),
-            "doesn't keep the order",
-        ),
+        (lambda: source().map(decode, AUTO, deterministic=False).batch(4), "the order"),
     ],
 )
 def test_why_rows_cannot_be_made_alone(make, why):

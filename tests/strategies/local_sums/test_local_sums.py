@@ -56,14 +56,7 @@ def test_gpus_are_added_by_nccl_and_other_devices_on_the_host(monkeypatch):
         (GPUS, 2, "native", "native", False, []),
         (GPUS[:1], 2, "tcp", "tcp", False, []),
         (GPUS[:1], 2, "auto", "tcp", False, ["WARNING the GPUs of 2 workers exchange"]),
-        (
-            GPUS,
-            1,
-            "auto",
-            "none",
-            True,
-            ["INFO 4 GPUs of this worker add dense gradie"],
-        ),
+        (GPUS, 1, "auto", "none", True, ["INFO 4 GPUs of this worker add dense grad"]),
         (GPUS, 1, "auto", "none", False, ["WARNING 4 GPUs of this worker add gradien"]),
     ],
 )

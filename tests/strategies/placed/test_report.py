@@ -58,7 +58,5 @@ def test_it_is_printed_as_a_table():
         "  D0 -> D1: 60 B for 2 rows per step, in 1 tensors",
     ]
     unknown = places_of([send("model_1/dense_1/Relu")], NAMES, rows=None)
-    assert "0 B + 32 B for each row per step" in str(
-        PlacementReport(steps={"predict": unknown})
-    )
+    assert "0 B + 32 B for each row" in str(PlacementReport(steps={"predict": unknown}))
     assert str(PlacementReport(steps={})).startswith("Nothing has run yet")

@@ -1,5 +1,7 @@
 """Where the indices of slices come from: what several replicas do with them."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -34,8 +36,9 @@ def perhaps(table, x):
     return ops.take(table, ops.arange(ops.shape(x)[1]), axis=0)
 
 
+gather, take = tf.gather, functools.partial(ops.take, axis=0)
 LOOKUPS = {
-    "arange": (lambda t, x: ops.take(t, ops.arange(7), axis=0), [FIXED]),
+    "arange": (lambda t, x: take(t, ops.arange(7)), [FIXED]),
     "variable": (lambda t, x: tf.gather(t, CHOSEN), [FIXED]),
     "in a function": (lambda t, x: called(t, tf.constant([1, 1, 2])), [FIXED]),
     "in a branch": (
@@ -44,10 +47,7 @@ LOOKUPS = {
         ),
         [FIXED],
     ),
-    "known length": (
-        lambda t, x: ops.take(t, ops.arange(ops.shape(x[:, :3])[1]), axis=0),
-        [KEYED],
-    ),
+    "known length": (lambda t, x: take(t, ops.arange(ops.shape(x[:, :3])[1])), [KEYED]),
     "length of what is deep inside": (deep, [KEYED]),
     "length of what may be another": (perhaps, [KEYED]),
     "sparse input": (sparse, [KEYED]),
@@ -58,28 +58,17 @@ LOOKUPS = {
         [ROWS],
     ),
     "once for each row": (
-        lambda t, x: ops.take(
-            t, ops.tile(ops.arange(3)[None], [ops.shape(x)[0], 1]), 0
-        ),
+        lambda t, x: take(t, ops.tile(ops.arange(3)[None], [ops.shape(x)[0], 1])),
         [ROWS],
     ),
-    "number of the row": (
-        lambda t, x: ops.take(t, ops.arange(ops.shape(x)[0]), axis=0),
-        [ROWS],
-    ),
+    "number of the row": (lambda t, x: take(t, ops.arange(ops.shape(x)[0])), [ROWS]),
     "tiled for a known number of rows": (
         lambda t, x: tf.gather(t, tf.tile(tf.range(3)[None], [4, 1])),
         [ROWS],
     ),
-    "random": (
-        lambda t, x: tf.gather(t, tf.random.uniform([3], 0, 9, tf.int32)),
-        [ROWS],
-    ),
+    "random": (lambda t, x: gather(t, tf.random.uniform([3], 0, 9, tf.int32)), [ROWS]),
     "both": (
-        lambda t, x: (
-            tf.reduce_sum(ops.take(t, x, axis=0))
-            + tf.reduce_sum(ops.take(t, ops.arange(4), axis=0))
-        ),
+        lambda t, x: ops.sum(take(t, x)) + ops.sum(take(t, ops.arange(4))),
         [FIXED, ROWS],
     ),
     "one vector of both": (

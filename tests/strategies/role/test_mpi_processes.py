@@ -40,7 +40,5 @@ def test_several_processes_are_refused(started, make, error, match):
 
 def test_the_number_of_processes_may_be_unknown(monkeypatch):
     monkeypatch.setenv("PMIX_RANK", "1")
-    with pytest.raises(
-        ClusterError, match=r"can't connect processes that were started"
-    ):
+    with pytest.raises(ClusterError, match=r"can't connect processes that were"):
         kerasdist.ModelParallelStrategy({})

@@ -37,9 +37,7 @@ def test_it_returns_when_the_job_is_over(task, mode):
         close_open_jobs()
         assert server.result(60) is None
     assert total.tolist() == [1, 1, 1]
-    assert [
-        each.name for each in threading.enumerate() if "kerasdist-s" in each.name
-    ] == []
+    assert [t.name for t in threading.enumerate() if "kerasdist-s" in t.name] == []
 
 
 def test_it_raises_what_ended_the_job(task):

@@ -224,12 +224,8 @@ def test_a_newcomer_of_an_epoch_that_has_died_out_gives_it_up():
 @pytest.mark.parametrize(
     ("size", "text"),
     [
-        (5, HALF_TOLD),
-        (2, AWAKE_AMONG_THE_DEAD),
-        (5, TOLD_BY_A_DEAD_ONE),
-        (4, TOLD_BY_A_GUEST),
-        (4, BELIEVED),
-        (2, LATE_PROOF),
+        *((5, HALF_TOLD), (2, AWAKE_AMONG_THE_DEAD), (5, TOLD_BY_A_DEAD_ONE)),
+        *((4, TOLD_BY_A_GUEST), (4, BELIEVED), (2, LATE_PROOF)),
     ],
 )
 def test_rare_schedules(size, text):

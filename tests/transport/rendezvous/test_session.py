@@ -157,9 +157,7 @@ def test_a_wrong_secret_is_an_error_there_and_is_told_to_all(monkeypatch):
 
     *others, mistaken = outcomes(3, work)
     assert type(mistaken) is errors.AuthenticationError
-    assert str(mistaken).startswith(
-        f"The worker at {addresses[0]} doesn't hold the sam"
-    )
+    assert str(mistaken).startswith(f"The worker at {addresses[0]} doesn't hold the")
     for error in others:
         assert type(error) is errors.StartupError
         assert list(error.missing) == [2]

@@ -28,18 +28,11 @@ def numbers(bits):
     return st.integers(0, 2**bits - 1)
 
 
-@given(
-    st.sampled_from(FrameType),
-    numbers(63),
-    st.builds(
-        Call,
-        *(
-            numbers(64),
-            *map(st.sampled_from, (framing.KINDS, framing.OPS, framing.DTYPES)),
-        ),
-        *map(numbers, (64, 32, 16)),
-    ),
-)
+KINDS = map(st.sampled_from, (framing.KINDS, framing.OPS, framing.DTYPES))
+CALLS = st.builds(Call, numbers(64), *KINDS, *map(numbers, (64, 32, 16)))
+
+
+@given(st.sampled_from(FrameType), numbers(63), CALLS)
 def test_every_field_comes_out_as_it_went_in(kind, length, call):
     header = pack_header(kind, length, call)
     assert len(header) == framing.HEADER_BYTES == 40

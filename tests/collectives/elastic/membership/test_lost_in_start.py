@@ -75,9 +75,7 @@ def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
         assert not each.result["joined"]
     text = f"rank {victim} (127.0.0.1:"
     assert text in found[0].output
-    assert "2 workers start" in found[0].output or "2 workers continue" in (
-        found[0].output
-    )
+    assert "2 workers start" in found[0].output or "2 workers cont" in found[0].output
 
 
 def test_one_that_is_started_again_joins(tmp_path):
