@@ -8,14 +8,12 @@ import json
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kerasdist.cli.console import above_zero, add_command
-from kerasdist.cli.predict import link_of, measure
-from kerasdist.cli.run import command as run
+from kerasdist.cli.predict import add_measuring_options, measure
 from kerasdist.cli.run.command import check_command
-from kerasdist.placement.plan import parse_bytes
+from kerasdist.placement.plan import counted, parse_bytes
 from kerasdist.prediction.advice import Facts, StrategyChoice, advise
 from kerasdist.prediction.profile import Profile
 from kerasdist.prediction.report import aligned
@@ -68,27 +66,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "of --speeds or -H)",
     )
     parser.add_argument(
-        "--network",
-        metavar="LINK",
-        type=link_of,
-        help="bits per second between hosts, as 10G, or with a latency, as 1G,2ms "
-        "(default: the measured one, with -H)",
-    )
-    parser.add_argument(
         "--speeds",
         metavar="S,S",
         type=lambda text: tuple(_speed(part) for part in text.split(",") if part),
         default=(),
         help="how fast each worker computes, beside the measured one, as 1,1,0.5 "
         "(default: alike, with -H measured)",
-    )
-    parser.add_argument(
-        "--servers",
-        dest="simulated_servers",
-        metavar="N",
-        type=_integer,
-        default=1,
-        help="parameter servers that there may be, on hosts of their own (default: 1)",
     )
     parser.add_argument(
         "--devices",
@@ -109,24 +92,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="also propose what changes the numbers of one process",
     )
     parser.add_argument(
-        "--steps",
-        metavar="S",
-        type=_integer,
-        default=100,
-        help="number of steps to measure, fewer if `fit` has fewer (default: 100)",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        type=Path,
-        help="JSON with the measured steps: written, or with no script read",
-    )
-    parser.add_argument(
         "--json",
         action="store_true",
         help="print one JSON document instead of the text",
     )
-    run.add_options(parser)
+    add_measuring_options(parser)
 
 
 _speed = above_zero(float, "a number")
@@ -150,12 +120,14 @@ def _advise(arguments: argparse.Namespace) -> int:
     link = arguments.network or plain.link
     if link is None or workers < 2:
         raise SystemExit(
-            "kerasdist advise doesn't know the machines. Received: one measured "
-            f"worker, --workers {workers}. Give --workers and --network, or hosts to "
-            "measure, as -H alpha,beta."
+            "kerasdist advise doesn't know the machines. Received: "
+            f"{counted(len(plain.speeds), 'measured worker')}, --workers "
+            f"{arguments.workers}, {'no' if link is None else 'a'} link. Give "
+            "--workers and --network, or hosts to measure, as -H alpha,beta."
         )
     # With fewer workers the slowest are left out.
-    speeds = tuple(sorted(speeds, reverse=True))
+    alike = (1.0,) * (workers - len(speeds))
+    speeds = tuple(sorted((*speeds, *alike), reverse=True))
     setup = Setup(link=link, servers=arguments.simulated_servers, speeds=speeds)
     facts = Facts(
         profiles=profiles, setup=setup, workers=workers, memory=arguments.memory
@@ -178,8 +150,9 @@ def _profiles(
     if read and path is not None:
         try:
             value: Any = json.loads(path.read_text("utf-8"))
-            return {name: Profile.from_json(each) for name, each in value.items()}, 0
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            profiles = {name: Profile.from_json(value[name]) for name in ("", *value)}
+            return profiles, 0
+        except (OSError, ValueError, TypeError, KeyError) as error:
             arguments.parser.error(
                 "--profile must be a file that `kerasdist advise` has written. "
                 f"Received: --profile {shlex.quote(str(path))}: {error}"
@@ -192,7 +165,8 @@ def _profiles(
     if not hosts and (arguments.network is None or not _several(arguments)):
         faults.append(
             "the machines aren't known. Give --workers and --network, or hosts to "
-            "measure, as -H alpha,beta"
+            f"measure, as -H alpha,beta. Received: --workers {arguments.workers}, "
+            f"{'no' if arguments.network is None else 'a'} --network, no hosts"
         )
     if path is not None and not path.absolute().parent.is_dir():
         faults.append(

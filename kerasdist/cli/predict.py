@@ -61,13 +61,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="numbers of workers (default: 2,4,8,16)",
     )
     parser.add_argument(
-        "--network",
-        metavar="LINK",
-        type=link_of,
-        help="bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or "
-        "loopback (default: the measured one, with -H)",
-    )
-    parser.add_argument(
         "--per-host",
         metavar="N",
         type=_integer,
@@ -79,14 +72,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=("ring", "sync", "async"),
         default="ring",
         help="sync and async are those of parameter servers (default: ring)",
-    )
-    parser.add_argument(
-        "--servers",
-        dest="simulated_servers",
-        metavar="N",
-        type=_integer,
-        default=1,
-        help="parameter servers, each on a host of its own (default: 1)",
     )
     parser.add_argument(
         "--local-steps",
@@ -108,6 +93,37 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="of a worker's hour: adds the cost of an epoch",
     )
     parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw examples/s and ms per step into this file, for instance .svg",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document instead of the table, in seconds",
+    )
+    add_measuring_options(parser)
+
+
+def add_measuring_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a measured step and simulated machines, and those of `run`."""
+    parser.add_argument(
+        "--network",
+        metavar="LINK",
+        type=_link,
+        help="bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or "
+        "loopback (default: the measured one, with -H)",
+    )
+    parser.add_argument(
+        "--servers",
+        dest="simulated_servers",
+        metavar="N",
+        type=_integer,
+        default=1,
+        help="parameter servers, each on a host of its own (default: 1)",
+    )
+    parser.add_argument(
         "--steps",
         metavar="S",
         type=_integer,
@@ -120,22 +136,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=Path,
         help="JSON with the measured step: written, or with no script read",
     )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=Path,
-        help="draw examples/s and ms per step into this file, for instance .svg",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document instead of the table, in seconds",
-    )
     run.add_options(parser)
 
 
-def link_of(text: str) -> HostLink:
-    """Return the link that an option names."""
+def _link(text: str) -> HostLink:
     try:
         return parse_link(text)
     except ValueError as error:

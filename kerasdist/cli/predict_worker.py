@@ -17,11 +17,10 @@ import sys
 import time
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from kerasdist._keras.costs.describe import describe
+from kerasdist._keras.costs.describe import describe, tables_of
 from kerasdist._keras.training.state import JobCallback
 from kerasdist.callbacks.job_view import JobView
 from kerasdist.cli.bench_worker import run_first_fit
@@ -54,8 +53,7 @@ class ProfilerOrder:
     Attributes:
         command: Of kerasdist, for messages.
         steps: Number of steps.
-        compressions: Names of compressors, of which "" is the strategy's own; those
-            that one worker can't measure are left out if there are several.
+        compressions: Names of compressors; "": the strategy's own, or none.
         devices: Number of devices for which divisions of the model are computed; 0:
             none are.
     """
@@ -92,6 +90,13 @@ class _Profiler(JobCallback):
                 "or of one worker of it. Received: the model's strategy is "
                 f"{type(self.model.distribute_strategy).__name__}. Measure with "
                 "`RingStrategy()`; the command simulates other strategies."
+            )
+        compressor = job.hooks.workers.compression
+        if self._order.command == "advise" and compressor is not None:
+            raise SystemExit(
+                "kerasdist advise compares compressors with gradients as they are. "
+                f"Received: compression={compressor!r} in the script's strategy. Leave "
+                "it out: it's proposed where it pays."
             )
         self._job = job
         self._spans = SpanList(job.communicator, _MOST_SPANS)
@@ -163,7 +168,7 @@ class _Profiler(JobCallback):
             steps=int(self.params.get("steps") or 0),
             link=link,
             speeds=tuple(every[0] / one for one in every),
-            tables=_bytes_of_tables(self.model),
+            tables=sum(map(_bytes_of, tables_of(self.model))),
             stages=_stages(self.model, most, self._order.devices),
         )
         found = {"": profile}
@@ -177,30 +182,12 @@ class _Profiler(JobCallback):
         """Return the profile of one worker with what each compressor would send."""
         found = {}
         for name in self._order.compressions:
-            alone = _messages_alone(self.model, name)
-            if alone is not None:
-                messages, taken = alone
-                compute = tuple(each + taken for each in profile.compute)
-                found[name] = dataclasses.replace(
-                    profile, compute=compute, messages=messages
-                )
-            elif len(self._order.compressions) == 1:
-                raise SystemExit(
-                    f"kerasdist {self._order.command} can't compute what factors are "
-                    "sent: that depends on the rows of each layer. Received: "
-                    "compression='factors' with one worker. Measure with two (`-n 2`)."
-                )
+            messages, taken = _messages_alone(self.model, name)
+            compute = tuple(each + taken for each in profile.compute)
+            found[name] = dataclasses.replace(
+                profile, compute=compute, messages=messages
+            )
         return found
-
-
-def _bytes_of_tables(model: Any) -> int:
-    """Return the bytes of a model's embeddings."""
-    return sum(
-        _bytes_of(variable)
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.Embedding)
-        for variable in layer.trainable_variables
-    )
 
 
 def _stages(model: Any, rows: float, devices: int) -> tuple[Stages, ...]:
@@ -250,13 +237,10 @@ def _messages_in(
     )
 
 
-def _messages_alone(
-    model: Any, name: str
-) -> tuple[tuple[GradientMessage, ...], float] | None:
+def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...], float]:
     """Return what a worker would send in a step, and the seconds of compressing it.
 
-    Gradients are those of the variables; a table's count whole. None: it can't be known
-    without another worker.
+    Gradients are those of the variables; a table's count whole.
     """
     workers = model.distribute_strategy.extended.workers
     compressor = compressor_of(name) if name else workers.compression
@@ -266,7 +250,11 @@ def _messages_alone(
     if compressor is None:
         return all_reduces_of([sum(sizes[i] for i in b) for b in buckets]), 0.0
     if compressor.needs_factors:
-        return None
+        raise SystemExit(
+            "kerasdist predict can't compute what factors are sent: that depends on "
+            f"the rows of each layer. Received: compression={compressor!r} with one "
+            "worker. Measure with two (`-n 2`)."
+        )
     sent = [
         _compressed(compressor, [variables[i].shape for i in bucket])
         for bucket in buckets

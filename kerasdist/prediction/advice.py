@@ -162,7 +162,7 @@ def _ways(
     yield "kerasdist.ParameterServerStrategy()", more, servers, "", True
     for name in facts.profiles:
         if name:
-            yield f'{ring}(compression="{name}")', "", {}, name, name == "factors"
+            yield f'{ring}(compression="{name}")', "", {}, name, False
     local = {"local_steps": _LOCAL_STEPS}
     yield f"{ring}(local_steps={_LOCAL_STEPS})", "", local, "", False
     servers = {"strategy": "async"}

@@ -51,6 +51,11 @@ def test_a_script_is_measured_and_a_strategy_proposed(launcher):
     )
     assert code == 1
     assert "nothing that was tried: the model needs" in out
+    changed = _SCRIPT.replace("Strategy()", 'Strategy(compression="bf16")')
+    (launcher.folder / "train.py").write_text(changed)
+    code, _, err = launcher.run(*options, "train.py", within=180.0)
+    assert code == 1
+    assert "Received: compression=" in err
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,7 @@ def test_a_script_is_measured_and_a_strategy_proposed(launcher):
         (["-n", "2", "x"], "share its cores, so that none is measured as it will"),
         (["--workers", "2", "--network", "1G"], "expected a script"),
         (["--profile", "none.json"], "must be a file that `kerasdist advise` has wri"),
+        (["--workers", "4", "x"], "Received: --workers 4, no --network, no hosts"),
     ],
 )
 def test_wrong_options_are_told_before_anything_runs(options, message, capsys):

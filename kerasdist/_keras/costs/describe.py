@@ -61,6 +61,16 @@ def describe(
         return _describe(model, max(2, rows), optimizer, inputs)
 
 
+def tables_of(model: Any) -> list[Any]:
+    """Return the trained variables of embeddings: a step changes some rows of them."""
+    return [
+        variable
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.Embedding)
+        for variable in layer.trainable_variables
+    ]
+
+
 def _built(model_fn: Callable[[], Any]) -> Any:
     try:
         model = model_fn()
