@@ -125,6 +125,12 @@ def _advise(arguments: argparse.Namespace) -> int:
             f"{arguments.workers}, {'no' if link is None else 'a'} link. Give "
             "--workers and --network, or hosts to measure, as -H alpha,beta."
         )
+    if arguments.memory is not None and not plain.stages:
+        raise SystemExit(
+            "kerasdist advise can't compute what the model needs: its layers can't be "
+            f"traced by their shapes. Received: --memory {arguments.memory}. Leave it "
+            "out; `kerasdist plan` names the fault."
+        )
     # With fewer workers the slowest are left out.
     alike = (1.0,) * (workers - len(speeds))
     speeds = tuple(sorted((*speeds, *alike), reverse=True))

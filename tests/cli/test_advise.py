@@ -51,6 +51,14 @@ def test_a_script_is_measured_and_a_strategy_proposed(launcher):
     )
     assert code == 1
     assert "nothing that was tried: the model needs" in out
+    profile["stages"] = []
+    file.write_text(json.dumps({"": profile}))
+    code, _, err = launcher.run(
+        *("--workers", "4", "--network", "1G"),
+        *("--profile", str(file), "--memory", "1GB"),
+    )
+    assert code == 1
+    assert "can't compute what the model needs" in err
     changed = _SCRIPT.replace("Strategy()", 'Strategy(compression="bf16")')
     (launcher.folder / "train.py").write_text(changed)
     code, _, err = launcher.run(*options, "train.py", within=180.0)
