@@ -17,14 +17,10 @@
 #   make soak-elastic     of these, elastic jobs whose workers are killed at random moments
 #   make test-versions  the suite with the oldest and the newest TensorFlow and
 #                 Keras: two more environments, not a part of `make test`
-#   make bench-all-reduce, bench-fit, bench-overlap, bench-wire, bench-growth,
-#   bench-compression, bench-local-steps, bench-balance, bench-tuning, bench-prediction,
-#   bench-advice, bench-warm-up, bench-memory-startup, bench-server-throughput, bench-server-steps,
-#   bench-straggler, bench-staleness, bench-embedding-rows,
-#   bench-placement-memory, bench-planning-time, bench-placed-overhead, bench-pipeline,
-#   bench-board-cost, bench-epoch-check, bench-chief-data, bench-elastic, bench-heartbeats,
-#   bench-membership, bench-tls, bench-local-replicas, bench-rivals
-#                 measure one claim: see the folder in benchmarks/
+#   make bench-fit, bench-all-reduce, ...  measure one claim: one for each folder in
+#                 benchmarks/
+#   make bench    all of these one after the other, as root on a machine that does nothing
+#                 else: hours. `make -k bench` goes on after one that fails
 #   make gpu-check  what kerasdist does on the GPUs of this machine: a table to be sent
 #                 to the authors
 #   make lock     the newest versions of all packages, in constraints.txt, which all targets
@@ -67,18 +63,14 @@ ENGINES := ray[train] pyspark spark-tensorflow-distributor
 LEGACY := tensorflow tf-keras
 
 BIN := $(VENV)/bin
+BENCHMARKS := $(filter-out bench-gpu-check,\
+  $(subst _,-,$(patsubst benchmarks/%/run.py,bench-%,$(wildcard benchmarks/*/run.py))))
 # What decides which packages are installed: a change installs again.
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINTS)
 
 .PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
 .PHONY: lock wheel clean
-.PHONY: bench-all-reduce bench-fit bench-overlap bench-wire bench-growth
-.PHONY: bench-compression bench-local-steps bench-balance bench-tuning bench-prediction bench-advice bench-warm-up
-.PHONY: bench-memory-startup bench-server-throughput bench-server-steps
-.PHONY: bench-straggler bench-staleness bench-embedding-rows
-.PHONY: bench-placement-memory bench-planning-time bench-placed-overhead bench-pipeline
-.PHONY: bench-board-cost bench-epoch-check bench-chief-data bench-heartbeats bench-membership
-.PHONY: bench-elastic bench-tls bench-local-replicas bench-rivals gpu-check
+.PHONY: bench $(BENCHMARKS) gpu-check
 .PHONY: test-versions test-oldest test-newest test-next test-pages figures size
 .DEFAULT_GOAL := test
 
@@ -174,101 +166,21 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/mypy
 
-bench-all-reduce: $(VENV)/.bench .venv-torch/.created
-	$(BIN)/python benchmarks/all_reduce/run.py --torch .venv-torch/bin/python
+# One for each folder: benchmarks/all_reduce is bench-all-reduce. Some need more environments.
+$(BENCHMARKS): bench-%: $(VENV)/.bench
+	$(BIN)/python benchmarks/$(subst -,_,$*)/run.py $(BENCH_ARGS)
 
+bench-all-reduce bench-compression: .venv-torch/.created
+bench-all-reduce bench-compression: BENCH_ARGS = --torch .venv-torch/bin/python
+bench-rivals: .venv-rivals/.created
+bench-rivals: BENCH_ARGS = --torch .venv-rivals/bin/python
+bench-fit bench-server-steps: .venv-legacy/.created
+bench-server-steps: BENCH_ARGS = --legacy .venv-legacy/bin/python
 # With jemalloc too if JEMALLOC names it: make bench-fit JEMALLOC=libjemalloc.so.2
-bench-fit: $(VENV)/.bench .venv-legacy/.created
-	$(BIN)/python benchmarks/fit/run.py --legacy .venv-legacy/bin/python \
-	  $(if $(JEMALLOC),--jemalloc $(JEMALLOC))
+bench-fit: BENCH_ARGS = --legacy .venv-legacy/bin/python \
+  $(if $(JEMALLOC),--jemalloc $(JEMALLOC))
 
-# As root: it makes hosts out of network namespaces.
-bench-overlap: $(VENV)/.bench
-	$(BIN)/python benchmarks/overlap/run.py
-
-bench-compression: $(VENV)/.bench .venv-torch/.created
-	$(BIN)/python benchmarks/compression/run.py --torch .venv-torch/bin/python
-
-bench-local-steps: $(VENV)/.bench
-	$(BIN)/python benchmarks/local_steps/run.py
-
-bench-balance: $(VENV)/.bench
-	$(BIN)/python benchmarks/balance/run.py
-
-bench-tuning: $(VENV)/.bench
-	$(BIN)/python benchmarks/tuning/run.py
-
-bench-prediction: $(VENV)/.bench
-	$(BIN)/python benchmarks/prediction/run.py
-
-bench-advice: $(VENV)/.bench
-	$(BIN)/python benchmarks/advice/run.py
-
-bench-warm-up: $(VENV)/.bench
-	$(BIN)/python benchmarks/warm_up/run.py
-
-bench-tls: $(VENV)/.bench
-	$(BIN)/python benchmarks/tls/run.py
-
-bench-wire: $(VENV)/.bench
-	$(BIN)/python benchmarks/wire/run.py
-
-bench-growth: $(VENV)/.bench
-	$(BIN)/python benchmarks/growth/run.py
-
-bench-memory-startup: $(VENV)/.bench
-	$(BIN)/python benchmarks/memory_startup/run.py
-
-bench-server-throughput: $(VENV)/.bench
-	$(BIN)/python benchmarks/server_throughput/run.py
-
-bench-server-steps: $(VENV)/.bench .venv-legacy/.created
-	$(BIN)/python benchmarks/server_steps/run.py --legacy .venv-legacy/bin/python
-
-bench-pipeline: $(VENV)/.bench
-	$(BIN)/python benchmarks/pipeline/run.py
-
-bench-straggler: $(VENV)/.bench
-	$(BIN)/python benchmarks/straggler/run.py
-
-bench-staleness: $(VENV)/.bench
-	$(BIN)/python benchmarks/staleness/run.py
-
-bench-embedding-rows: $(VENV)/.bench
-	$(BIN)/python benchmarks/embedding_rows/run.py
-
-bench-placement-memory: $(VENV)/.bench
-	$(BIN)/python benchmarks/placement_memory/run.py
-
-bench-planning-time: $(VENV)/.bench
-	$(BIN)/python benchmarks/planning_time/run.py
-
-bench-placed-overhead: $(VENV)/.bench
-	$(BIN)/python benchmarks/placed_overhead/run.py
-
-bench-board-cost: $(VENV)/.bench
-	$(BIN)/python benchmarks/board_cost/run.py
-
-bench-rivals: $(VENV)/.bench .venv-rivals/.created
-	$(BIN)/python benchmarks/rivals/run.py --torch .venv-rivals/bin/python
-
-bench-epoch-check: $(VENV)/.bench
-	$(BIN)/python benchmarks/epoch_check/run.py
-
-bench-local-replicas: $(VENV)/.bench
-	$(BIN)/python benchmarks/local_replicas/run.py
-
-bench-chief-data: $(VENV)/.bench
-	$(BIN)/python benchmarks/chief_data/run.py
-
-bench-elastic: $(VENV)/.bench
-	$(BIN)/python benchmarks/elastic/run.py
-
-bench-heartbeats: $(VENV)/.bench
-	$(BIN)/python benchmarks/heartbeats/run.py
-
-bench-membership: $(VENV)/.bench
-	$(BIN)/python benchmarks/membership/run.py
+bench: $(BENCHMARKS)
 
 # On a machine with GPUs: make gpu-check PINS="tensorflow[and-cuda]". Without: DEVICES=cpu.
 DEVICES ?= gpu

@@ -149,7 +149,7 @@ def build() -> tuple[Any, Any, int]:
             OPTIMIZERS.get(MODEL, "sgd"),
             LOSS(from_logits=True),
             metrics=["accuracy"] if make is digits else [],
-            jit_compile=False,
+            jit_compile="FIT_JIT" in os.environ,
         )
     generator = np.random.default_rng(0)
     if MODEL == "embedding":

@@ -59,6 +59,8 @@ def start(driver: Driver, name: str, model: str, options: Any) -> Team:
     env = {"TF_USE_LEGACY_KERAS": "1"} if mode == "multi_worker_mirrored" else {}
     if "elastic" in name:
         env["KERASDIST_ELASTIC"] = "1"
+    if options.jit:
+        env["FIT_JIT"] = "1"
     if "jemalloc" in name:
         env["LD_PRELOAD"] = options.jemalloc
     settings: list[dict[str, str]] = [{}] * size
@@ -169,6 +171,9 @@ def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--legacy", help="the Python of an environment with tf_keras")
     parser.add_argument("--jemalloc", help="its library, for instance libjemalloc.so.2")
+    parser.add_argument(
+        "--jit", action="store_true", help="compile all models with XLA"
+    )
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, help="only these")
     parser.add_argument("--rounds", type=int, default=10)
