@@ -7,12 +7,12 @@ A figure on a page is followed by a comment that names its source:
     0.86<!-- fit; mlp; two workers; of the limit -->
 
 This is the file `benchmarks/fit/output.txt`, there the first table after a line that
-begins with `mlp`, the row that begins with `two workers`, and the column
-`of the limit`. If several first cells tell rows apart, they stand there as
-`embedding: rows / 100`. The part for the line can be left out. Instead of a table, row
-and column there can be the beginning of a line, whose number is taken:
-`memory_startup; extra resident bytes per worker`. `#2` at the end is the second number
-there. Another file of the same folder is named as `elastic/horovod_output`.
+begins with `mlp` (or the table whose first cell does), the row that begins with
+`two workers`, and the column `of the limit`. If several first cells tell rows apart,
+they stand there as `embedding: rows / 100`. The part for the line can be left out.
+Instead of a table, row and column there can be the beginning of a line, whose number is
+taken: `memory_startup; extra resident bytes per worker`. `#2` at the end is the second
+number there. Another file of the same folder is named as `elastic/horovod_output`.
 
 A row of a table has one comment, with the sources of its last cells in braces:
 
@@ -144,7 +144,8 @@ def _in_table(lines: list[str], *path: str) -> str | None:
     *section, row, column = path
     start = 0
     if section:
-        starts = [i for i, line in enumerate(lines) if line.startswith(section[0])]
+        begins = [line.removeprefix("| ").startswith(section[0]) for line in lines]
+        starts = [i for i, begin in enumerate(begins) if begin]
         if not starts:
             return None
         start = starts[0]

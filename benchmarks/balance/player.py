@@ -28,7 +28,7 @@ import tensorflow as tf
 
 import kerasdist
 
-SIDE, BATCH, STEPS = 16, 560, CASE["steps"]
+SIDE, BATCH, STEPS = 16, CASE["batch"], CASE["steps"]
 random = np.random.default_rng(0)
 x = random.normal(size=(BATCH * STEPS, SIDE, SIDE, 3)).astype("float32")
 y = random.integers(0, 10, size=len(x))

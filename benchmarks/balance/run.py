@@ -77,18 +77,21 @@ def start(driver: Driver, name: str, case: dict[str, Any]) -> Team:
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=2240, help="of a step")
     options = parser.parse_args()
-    rounds, steps = (1, 4) if options.quick else (options.rounds, options.steps)
+    rounds, steps, batch = options.rounds, options.steps, options.rows
+    if options.quick:
+        rounds, batch = 1, 280
     report = Report(
-        f"Epochs of {steps} steps of 560 rows, medians of {rounds} turns of 3 epochs",
+        f"Epochs of {steps} steps of {batch:,} rows, medians of {rounds} turns of 3",
         options.output,
         repeats=f"{rounds} turns",
     )
     found: dict[str, dict[str, list[float]]] = {}
     rows = 0
     for name, case in CASES.items():
-        case["steps"] = steps
+        case |= {"steps": steps, "batch": batch}
         core = sorted(os.sched_getaffinity(0))[0]
         busy = None
         if name.startswith("shares"):

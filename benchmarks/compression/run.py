@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from common import (
+    ROOT,
     Driver,
     Report,
     Team,
@@ -142,6 +143,8 @@ def main() -> None:
                 for name, each in medians.items()
             }
             path = report.folder / f"{model}.svg"
+            if model == "mlp" and report.folder == HERE:
+                path = ROOT / "docs" / "images" / "compression.svg"
             plot(path, lines, "Mbit/s", "ms per step")
     report.write()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import sys
@@ -38,6 +39,7 @@ else:
     strategy = None
     if MODE == "ring":
         import kerasdist
+        from kerasdist.collectives.fused_buffer import in_buckets
 
         options = json.loads(os.environ.get("RING_OPTIONS", "{}"))
         strategy = kerasdist.RingStrategy(**options)
@@ -218,7 +220,9 @@ def answer(order: dict[str, Any]) -> Any:
     per_step = {name: value / order["steps"] for name, value in timer.result.items()}
     found = {**per_step, "examples": BATCH / per_step["seconds"]}
     if MODE == "ring":
-        found["bucket_size"] = strategy.extended.workers.bucket_size
+        size = found["bucket_size"] = strategy.extended.workers.bucket_size
+        sizes = [4 * math.prod(each.shape) for each in MODEL_.trainable_variables]
+        found["buckets"] = in_buckets(sizes, size)
         found["bytes"] = strategy.extended.workers.memories.figures().get("bytes_after")
     return found
 

@@ -11,9 +11,7 @@ import argparse
 import collections
 import contextlib
 import ctypes.util
-import fcntl
 import importlib.metadata
-import ipaddress
 import itertools
 import json
 import os
@@ -23,12 +21,13 @@ import resource
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from kerasdist._version import __version__
 from kerasdist.cli.console import add_command
@@ -38,12 +37,6 @@ from kerasdist.placement.plan import counted, human_bytes
 
 # The machine: system, cores, memory, limits, network.
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_MEMORY = {
-    "total_bytes": "MemTotal",
-    "available_bytes": "MemAvailable",
-    "swap_bytes": "SwapTotal",
-}
 # Files of control groups, of version 1, too.
 _CONTROLS = {
     "cpu.max": "cores",
@@ -60,7 +53,6 @@ _LIMITS = {
     "locked memory (ulimit -l)": resource.RLIMIT_MEMLOCK,
     "address space (ulimit -v)": resource.RLIMIT_AS,
 }
-_OF_INTERFACE = {"operstate": "{}", "mtu": "MTU {}", "speed": "{} Mbit/s"}
 
 
 def system() -> dict[str, Any]:
@@ -79,11 +71,11 @@ def system() -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Return the machine's memory, and that of /dev/shm, in bytes."""
-    lines = dict(
-        re.findall(r"^(\w+):\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-    )
+    whole = psutil.virtual_memory()
     found: dict[str, Any] = {
-        key: int(lines[name]) * 1024 for key, name in _MEMORY.items() if name in lines
+        "total_bytes": whole.total,
+        "available_bytes": whole.available,
+        "swap_bytes": psutil.swap_memory().total,
     }
     try:
         shm = shutil.disk_usage("/dev/shm")
@@ -128,37 +120,19 @@ def limits() -> dict[str, str]:
 
 
 def network() -> dict[str, Any]:
-    """Return the host's name and its interfaces with their addresses.
-
-    Of IPv4 each interface's first address.
-    """
+    """Return the host's name and its interfaces with their addresses."""
     found: dict[str, Any] = {"host name": socket.gethostname()}
-    for _, name in socket.if_nameindex():
-        words = _addresses(name)
-        for file, form in _OF_INTERFACE.items():
-            # A speed can't be read where there is none.
-            with contextlib.suppress(OSError):
-                text = Path("/sys/class/net", name, file).read_text().strip()
-                if text != "-1":
-                    words.append(form.format(text))
+    addresses = psutil.net_if_addrs()
+    for name, state in psutil.net_if_stats().items():
+        words = [
+            each.address.partition("%")[0]
+            for each in addresses.get(name, ())
+            if each.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        words += ["up" if state.isup else "down", f"MTU {state.mtu}"]
+        if state.speed:
+            words.append(f"{state.speed} Mbit/s")
         found[name] = ", ".join(words)
-    return found
-
-
-def _addresses(interface: str) -> list[str]:
-    found = []
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock,
-    ):
-        request = struct.pack("256s", interface.encode()[:15])
-        answer = fcntl.ioctl(sock.fileno(), _GET_ADDRESS, request)
-        found.append(socket.inet_ntoa(answer[20:24]))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            words = line.split()
-            if words[-1] == interface:
-                found.append(str(ipaddress.IPv6Address(bytes.fromhex(words[0]))))
     return found
 
 

@@ -187,7 +187,8 @@ def test_transports_and_exceptions_are_those_that_exist():
 def test_every_target_is_explained():
     phony = re.findall(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)
     explained = re.findall(r"(?:`(?:make )?|make )([\w-]+)", read("CONTRIBUTING.md"))
-    assert {*" ".join(phony).split()} - {*explained} == set()
+    # One for each folder of benchmarks/.
+    assert {*" ".join(phony).split()} - {*explained} == {"$(BENCHMARKS)"}
 
 
 def test_the_api_page_has_the_public_names():

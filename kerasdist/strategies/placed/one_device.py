@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from kerasdist import _tf
 from kerasdist._keras.placement.layers import LayerFacts
@@ -98,13 +99,8 @@ def _check_room(device: str, needed: int) -> None:
 
 
 def available_bytes() -> float:
-    """Return the free memory of this host in bytes; infinite if it isn't known."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024.0 * int(found[0]) if found else float("inf")
+    """Return the free memory of this host in bytes."""
+    return float(psutil.virtual_memory().available)
 
 
 def _bytes(variable: Any) -> int:
