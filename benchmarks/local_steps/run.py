@@ -45,7 +45,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
     "LocalSteps(11, outer='nesterov')": {
         "local_steps": 11,
         "outer": "nesterov",
-        "rate": 0.1 / 7,
+        "rate": 1 / 7,
     },
 }
 
