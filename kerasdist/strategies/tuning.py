@@ -177,7 +177,7 @@ def search(
 ) -> Search:
     """Yield what is to be tried, and receive its seconds; return the fastest.
 
-    What comes again has been traced before. In `_MOST_CALLS` at most.
+    They take `_MOST_CALLS` calls at most: three the first time, then one.
 
     Args:
         sizes: See `predicted_step`.
