@@ -84,7 +84,7 @@ def main() -> None:
     if options.quick:
         rounds, batch = 1, 280
     report = Report(
-        f"Epochs of {steps} steps of {batch:,} rows, medians of {rounds} turns of 3",
+        f"Epochs of {steps} steps of {batch:,} rows, medians of {3 * rounds} epochs",
         options.output,
         repeats=f"{rounds} turns",
     )

@@ -179,8 +179,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     report = Report(
-        "fit with one and two workers, each bound to one core",
-        options.output,
+        "fit with one and two workers, each bound to one core"
+        + (", compiled with XLA" if options.jit else ""),
+        options.output / "compiled" if options.jit else options.output,
         repeats=f"{options.rounds} rounds",
     )
     for model in options.models:

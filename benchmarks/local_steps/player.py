@@ -27,7 +27,6 @@ import kerasdist
 
 OPTIONS = json.loads(os.environ.get("RING_OPTIONS", "{}"))
 MODEL = os.environ["MODEL"]
-# With 0.1 the ResNet-8 becomes NaN, in plain Keras too.
 RATE = {"digits": 0.1, "resnet8": 0.05, "lstm": 0.1}[MODEL] * OPTIONS.pop("rate", 1.0)
 if "outer" in OPTIONS:
     OPTIONS["local_steps"] = kerasdist.LocalSteps(

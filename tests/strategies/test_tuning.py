@@ -34,15 +34,15 @@ def test_a_step_by_hand():
     assert predicted_step([], 8, 6.0, link) == 6.0
 
 
-@given(MODELS, st.floats(1e-3, 10), LINKS)
-def test_a_search_finds_what_brute_force_finds_in_20_steps(sizes, compute, link):
+@given(MODELS, st.floats(1e-3, 10), LINKS, st.sampled_from([[], ["factors", "bf16"]]))
+def test_a_search_finds_what_brute_force_finds_in_20_steps(sizes, compute, link, more):
     tries = []
 
     def seconds(choice):
         tries.append(choice)
         return predicted_step(sizes, choice.bucket_size, compute, link)
 
-    searching = search(sizes, GIVEN, link, [])
+    searching = search(sizes, GIVEN, link, more)
     choice = next(searching)
     with pytest.raises(StopIteration) as end:
         while True:
