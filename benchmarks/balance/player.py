@@ -5,6 +5,7 @@ python player.py CONTROL RANK
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -68,8 +69,11 @@ def model() -> Any:
 
 
 models = {}
-for name, strategy in strategies.items():
-    with strategy.scope():
+for name, scope in {
+    **{name: strategy.scope() for name, strategy in strategies.items()},
+    "independent": contextlib.nullcontext(),
+}.items():
+    with scope:
         models[name] = model()
         models[name].compile(
             keras.optimizers.SGD(0.01),
@@ -78,8 +82,15 @@ for name, strategy in strategies.items():
 
 
 def answer(order: dict[str, Any]) -> Any:
-    """Train for some epochs with a strategy; return their seconds."""
+    """Train for some epochs with a strategy; return their seconds.
+
+    Independent workers send nothing, and each has its share of the rows.
+    """
     seconds = []
+    rows, batch = len(x), BATCH
+    if order["balance"] == "independent":
+        speeds = CASE["speeds"]
+        rows, batch = (n * speeds[RANK] // sum(speeds) for n in (rows, batch))
 
     class Clock(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -89,14 +100,14 @@ def answer(order: dict[str, Any]) -> Any:
             seconds.append(time.perf_counter() - self.began)
 
     models[order["balance"]].fit(
-        x,
-        y,
-        batch_size=BATCH,
+        x[:rows],
+        y[:rows],
+        batch_size=batch,
         epochs=order["epochs"],
         verbose=0,
         callbacks=[Clock()],
     )
-    return {"seconds": seconds, "rows": len(x)}
+    return {"seconds": seconds, "rows": rows}
 
 
 serve(CONTROL, RANK, answer)
