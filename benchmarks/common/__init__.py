@@ -12,7 +12,7 @@ are medians; times are in seconds.
 
 from common.digits import digits_data, digits_model
 from common.figures import fit_line, human_bytes, median, plot, table, timed
-from common.links import bytes_sent, make_hosts, shape, start_on_hosts
+from common.links import bytes_sent, delayed, make_hosts, shape, start_on_hosts
 from common.places import ROOT, cluster_env, free_ports, quiet_env
 from common.processes import Driver, Ended, Team, serve
 from common.report import Report, arguments
@@ -27,6 +27,7 @@ __all__ = [
     "arguments",
     "bytes_sent",
     "cluster_env",
+    "delayed",
     "digits_data",
     "digits_model",
     "fit_line",

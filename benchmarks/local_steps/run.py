@@ -6,10 +6,15 @@ Two workers on two hosts, whose link is shaped to 10 Mbit/s, train three models,
 whole gradients, compressed ones, local steps, DiLoCo: that of `examples/digits.py` (20
 epochs of 22 steps), and for generated data a ResNet-8 and an LSTM of 256 units (8
 epochs of 16 steps). Losses are those of rows that weren't trained on.
+
+    make bench-local-steps BENCH_ARGS="--delay 50"
+
+lets each frame arrive 50 ms later, in both directions, and trains the digits alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
@@ -24,6 +29,7 @@ from common import (
     Report,
     arguments,
     bytes_sent,
+    delayed,
     make_hosts,
     plot,
     shape,
@@ -53,25 +59,36 @@ COLUMNS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds")
     options = parser.parse_args()
+    if options.delay and options.output == HERE:
+        options.output = HERE / "delayed"
+    models = ["digits"] if options.delay else list(MODELS)
     seeds = 1 if options.quick else options.seeds
     names = ["local_steps=11"] if options.quick else list(COLUMNS)
     report = Report(
-        f"Three models with two workers over {RATE / 1e6:g} Mbit/s",
+        f"Training with two workers over {RATE / 1e6:g} Mbit/s, "
+        f"{2 * options.delay:g} ms there and back",
         options.output,
         repeats=f"{seeds} seeds",
     )
-    for model, epochs in MODELS.items():
-        epochs = 1 if options.quick else epochs
+    for model in models:
+        epochs = 1 if options.quick else MODELS[model]
         rows, lines = [], {}
         for name in names:
-            with make_hosts() as hosts, Driver() as driver:
+            with (
+                make_hosts() as hosts,
+                contextlib.ExitStack() as line,
+                Driver() as driver,
+            ):
                 team = start_on_hosts(
                     *(driver, hosts, name, [PLAYER, driver.path]),
                     {"RING_OPTIONS": json.dumps(COLUMNS[name]), "MODEL": model},
                 )
                 team.order({"seed": 0, "epochs": 1})
                 shape(hosts, RATE)
+                if options.delay:
+                    line.enter_context(delayed(hosts, options.delay / 1e3))
                 before = bytes_sent(hosts)
                 orders = [{"seed": seed, "epochs": epochs} for seed in range(seeds)]
                 found = [team.order(order)[0] for order in orders]

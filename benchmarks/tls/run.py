@@ -7,10 +7,15 @@ processes of both columns are started once and take turns: size by size, column 
 column, several rounds of it. A figure is the median over all samples of all rounds. All
 processes share one machine and its loopback interface: over a slower network TLS costs
 less.
+
+The last table has other ways to encrypt, between two processes with nothing else to do
+(streams.py), and the time of OpenSSL alone.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -80,6 +85,47 @@ def sample(team: Team, kind: str, size: int, samples: int) -> list[float]:
     return found
 
 
+# The way of streams.py, and OpenSSL's settings for its processes.
+AES_128 = """
+openssl_conf = all
+[all]
+ssl_conf = ssl
+[ssl]
+system_default = given
+[given]
+Ciphersuites = TLS_AES_128_GCM_SHA256
+"""
+WAYS = {
+    "plain TCP": ("tcp", ""),
+    "kerasdist's socket": ("socket", ""),
+    "kerasdist's socket, AES with 128 bits": ("socket", AES_128),
+    "memory BIOs, 256 KB in a call": ("memory", ""),
+    "memory BIOs, AES with 128 bits": ("memory", AES_128),
+    "a connection and a thread for each direction": ("threads", ""),
+    "OpenSSL alone, without a socket": ("openssl", ""),
+    "OpenSSL alone, AES with 128 bits": ("openssl", AES_128),
+}
+
+
+def streams(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of an exchange of `size` bytes, the ways in turns."""
+    settings = folder / "openssl.cnf"
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    for _ in range(rounds):
+        for name, (way, text) in WAYS.items():
+            settings.write_text(text)
+            files = [str(folder / "task.pem"), str(folder / "task.key")]
+            done = subprocess.run(
+                [sys.executable, str(HERE / "streams.py"), way, *files, str(size), "5"],
+                env=os.environ | ({"OPENSSL_CONF": str(settings)} if text else {}),
+                check=True,
+                stdout=subprocess.PIPE,
+                timeout=300,
+            )
+            seconds[name] += json.loads(done.stdout)
+    return seconds
+
+
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--rounds", type=int, default=5)
@@ -120,6 +166,9 @@ def main() -> None:
                     found = sample(team, kind, size, options.samples)
                     samples[kind][column][size] += found
                     cpu[kind][column][size] += sum(team.cpu()) - before
+    with tempfile.TemporaryDirectory() as folder:
+        certificates(Path(folder))
+        ways = streams(Path(folder), max(sizes), rounds)
     medians = {
         kind: {
             column: {size: median(times) for size, times in by_size.items()}
@@ -149,6 +198,14 @@ def main() -> None:
         head.append("processor time, TLS over TCP")
         report.add(table(head, rows))
     report.add("MB count both ways: the bytes that a worker sends and receives.\n")
+    report.data["ways"] = ways
+    report.add(f"Two processes, {human_bytes(max(sizes))} each way, medians:\n")
+    plain_seconds = median(ways["plain TCP"])
+    rows = [
+        [name, f"{median(each) * 1e3:.1f}", f"{median(each) / plain_seconds:.2f}"]
+        for name, each in ways.items()
+    ]
+    report.add(table(["way", "ms", "of plain TCP"], rows))
     report.write()
 
 

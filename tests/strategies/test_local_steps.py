@@ -190,14 +190,16 @@ def test_what_is_said(results):
 def test_one_worker_is_plain_training():
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     found = []
-    for local_steps in (None, 3):
+    outer = kerasdist.LocalSteps(3, outer=keras.optimizers.SGD(1.0))
+    for local_steps in (None, 3, outer):
         keras.utils.set_random_seed(1)
         with kerasdist.RingStrategy(local_steps=local_steps).scope():
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
             model.compile(keras.optimizers.Adam(), "mse")
         model.fit(x, x[:, :3], batch_size=8, verbose=0)
         found.append(model.get_weights()[0])
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Hosts(Closing):
         job = f"{self.PREFIX}{next(_numbers)}"
         self.names = [f"{job}-host{i}" for i in range(count)]
         self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
-        self._switch = f"{job}-switch"
+        self.switch = f"{job}-switch"
 
     @staticmethod
     def available() -> str | None:
@@ -70,26 +70,26 @@ class Hosts(Closing):
 
     def cut(self, host: int) -> None:
         """Pulls a host's cable: what it sends and is sent is lost."""
-        _ip("-n", self._switch, "link", "set", f"port{host}", "down")
+        _ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
     def join(self, host: int) -> None:
-        _ip("-n", self._switch, "link", "set", f"port{host}", "up")
+        _ip("-n", self.switch, "link", "set", f"port{host}", "up")
 
     def __enter__(self) -> Hosts:
         try:
-            _ip("netns", "add", self._switch)
-            _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", self._switch, "link", "set", "bridge", "up")
+            _ip("netns", "add", self.switch)
+            _ip("-n", self.switch, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self.switch, "link", "set", "bridge", "up")
             for i, (name, address) in enumerate(
                 zip(self.names, self.addresses, strict=True)
             ):
                 _ip("netns", "add", name)
                 _ip(
-                    *("-n", self._switch, "link", "add", f"port{i}", "type", "veth"),
+                    *("-n", self.switch, "link", "add", f"port{i}", "type", "veth"),
                     *("peer", "name", "eth0", "netns", name),
                 )
                 _ip(
-                    *("-n", self._switch, "link", "set", f"port{i}"),
+                    *("-n", self.switch, "link", "set", f"port{i}"),
                     *("master", "bridge", "up"),
                 )
                 _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
@@ -103,7 +103,7 @@ class Hosts(Closing):
     def close(self) -> None:
         existing = set(self.leftovers())
         # A namespace lives on without its name while a process is in it.
-        for name in existing.intersection([*self.names, self._switch]):
+        for name in existing.intersection([*self.names, self.switch]):
             for pid in _ip("netns", "pids", name).split():
                 try:
                     psutil.Process(int(pid)).kill()
