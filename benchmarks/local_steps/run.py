@@ -9,7 +9,8 @@ epochs of 16 steps). Losses are those of rows that weren't trained on.
 
     make bench-local-steps BENCH_ARGS="--delay 50"
 
-lets each frame arrive 50 ms later, in both directions, and trains the digits alone.
+lets each frame arrive 50 ms later, in both directions, and trains the digits alone,
+with whole gradients and averages of weights.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from common import (
 )
 
 PLAYER = str(HERE / "player.py")
-# Epochs of each.
-MODELS = {"digits": 20, "resnet8": 8, "lstm": 8}
+# Epochs of each, and the steps of one.
+MODELS = {"digits": (20, 22), "resnet8": (8, 16), "lstm": (8, 16)}
 RATE = 10_000_000  # bits per second
 COLUMNS: dict[str, dict[str, Any]] = {
     "whole gradients": {},
@@ -56,6 +57,26 @@ COLUMNS: dict[str, dict[str, Any]] = {
 }
 
 
+def draw(
+    folder: Path, model: str, found: dict[str, list[dict[str, list[float]]]]
+) -> None:
+    """Draw the mean loss of all seeds after each epoch, against seconds and steps."""
+    seconds, steps = {}, {}
+    for name, each in found.items():
+        losses, times = (
+            [
+                statistics.mean(values)
+                for values in zip(*(run[key] for run in each), strict=True)
+            ]
+            for key in ("loss", "seconds")
+        )
+        seconds[name] = list(zip(times, losses, strict=True))
+        by_epoch = range(MODELS[model][1], 1 << 30, MODELS[model][1])
+        steps[name] = list(zip(by_epoch, losses, strict=False))
+    plot(folder / f"{model}.svg", seconds, "seconds of training", "test loss")
+    plot(folder / f"{model}_steps.svg", steps, "steps", "test loss")
+
+
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--seeds", type=int, default=3)
@@ -66,6 +87,8 @@ def main() -> None:
     models = ["digits"] if options.delay else list(MODELS)
     seeds = 1 if options.quick else options.seeds
     names = ["local_steps=11"] if options.quick else list(COLUMNS)
+    if options.delay:
+        names = ["whole gradients", "local_steps=4", "local_steps=11"]
     report = Report(
         f"Training with two workers over {RATE / 1e6:g} Mbit/s, "
         f"{2 * options.delay:g} ms there and back",
@@ -73,8 +96,8 @@ def main() -> None:
         repeats=f"{seeds} seeds",
     )
     for model in models:
-        epochs = 1 if options.quick else MODELS[model]
-        rows, lines = [], {}
+        epochs = 1 if options.quick else MODELS[model][0]
+        rows = []
         for name in names:
             with (
                 make_hosts() as hosts,
@@ -94,13 +117,6 @@ def main() -> None:
                 found = [team.order(order)[0] for order in orders]
                 sent = (bytes_sent(hosts) - before) / seeds
             report.data[f"{model}, {name}"] = found
-            lines[name] = [
-                (
-                    statistics.mean(each["seconds"][epoch] for each in found),
-                    statistics.mean(each["loss"][epoch] for each in found),
-                )
-                for epoch in range(epochs)
-            ]
             losses = [each["loss"][-1] for each in found]
             rows.append(
                 [
@@ -116,8 +132,7 @@ def main() -> None:
         report.data[f"{model}, rows"] = rows
         report.add(table(heads, rows))
         if not options.quick:
-            path = report.folder / f"{model}.svg"
-            plot(path, lines, "seconds of training", "test loss")
+            draw(report.folder, model, {n: report.data[f"{model}, {n}"] for n in names})
     report.write()
 
 
