@@ -96,8 +96,11 @@ def more(
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
+    parser.add_argument("--workers", type=int, help="only models of so many workers")
     options = parser.parse_args()
     models, count, rounds = MODELS, RUNS, ROUNDS
+    if options.workers:
+        models = tuple(model for model in MODELS if model[1] == options.workers)
     if options.quick:
         models, count, rounds = MODELS[2:3], 2, 4
     report = Report("What ScalingTensorBoard costs", options.output)

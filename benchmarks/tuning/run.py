@@ -53,9 +53,10 @@ def tuned(hosts: Any, model: str) -> int:
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
-    models = MODELS[1:2] if options.quick else MODELS
+    models = MODELS[1:2] if options.quick else options.models
     links = ["10 Gbit/s"] if options.quick else list(LINKS)
     sizes = SIZES[3:5] if options.quick else SIZES
     report = Report(
