@@ -54,10 +54,11 @@ def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     models = MODELS[1:2] if options.quick else options.models
-    links = ["10 Gbit/s"] if options.quick else list(LINKS)
+    links = ["10 Gbit/s"] if options.quick else options.links
     sizes = SIZES[3:5] if options.quick else SIZES
     report = Report(
         "A step with the buckets of `tune=True`, beside all other sizes",
