@@ -107,17 +107,17 @@ WAYS = {
 }
 
 
-def streams(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
+def streams(folder: Path, tls: str, size: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of an exchange of `size` bytes, the ways in turns."""
     settings = folder / "openssl.cnf"
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name, (way, text) in WAYS.items():
             settings.write_text(text)
-            files = [str(folder / "task.pem"), str(folder / "task.key")]
+            env = {"OPENSSL_CONF": str(settings)} if text else {}
             done = subprocess.run(
-                [sys.executable, str(HERE / "streams.py"), way, *files, str(size), "5"],
-                env=os.environ | ({"OPENSSL_CONF": str(settings)} if text else {}),
+                [sys.executable, str(HERE / "streams.py"), way, str(size), "5"],
+                env={**os.environ, "KERASDIST_TLS": tls, **env},
                 check=True,
                 stdout=subprocess.PIPE,
                 timeout=300,
@@ -167,8 +167,8 @@ def main() -> None:
                     samples[kind][column][size] += found
                     cpu[kind][column][size] += sum(team.cpu()) - before
     with tempfile.TemporaryDirectory() as folder:
-        certificates(Path(folder))
-        ways = streams(Path(folder), max(sizes), rounds)
+        tls = certificates(Path(folder))
+        ways = streams(Path(folder), tls, max(sizes), rounds)
     medians = {
         kind: {
             column: {size: median(times) for size, times in by_size.items()}

@@ -1,9 +1,10 @@
 """Ways to encrypt what two processes send each other at the same time.
 
-    python benchmarks/tls/streams.py WAY CERTIFICATE KEY BYTES ROUNDS
+    KERASDIST_TLS=... python benchmarks/tls/streams.py WAY BYTES ROUNDS
 
-Prints the seconds of each round as a JSON list. Each process is bound to a core. The
-bytes are the same in all ways, and checked at the end.
+Ways: tcp, socket, memory, threads, openssl. Prints the seconds of each round as a JSON
+list. Each process is bound to a core. The bytes are the same in all ways, and checked
+at the end.
 """
 
 from __future__ import annotations
@@ -22,31 +23,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-WAYS = ("tcp", "socket", "memory", "threads", "openssl")
+from kerasdist.transport import tls
+from kerasdist.transport.credentials import Credentials
+
 # Encrypted in one call, as in `kerasdist.transport.tls`.
 PIECE = 1 << 18
-_LONGEST = 60_000  # milliseconds
-
-
-def context(certificate: str, key: str, *, server: bool) -> ssl.SSLContext:
-    made = ssl.SSLContext(
-        ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
-    )
-    made.minimum_version = ssl.TLSVersion.TLSv1_3
-    if server:
-        made.load_cert_chain(certificate, key)
-    else:
-        made.check_hostname = False
-        made.verify_mode = ssl.CERT_NONE
-    return made
+_LONGEST = 60.0  # seconds until the other process is given up
 
 
 class Memory:
     """TLS whose records go through memory: 256 KB in one call of OpenSSL."""
 
-    def __init__(self, sock: socket.socket, made: ssl.SSLContext, server: bool) -> None:
+    def __init__(self, sock: socket.socket, given: Credentials, server: bool) -> None:
         self.sock = sock
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        made = given.context(server=server)
         self._tls = made.wrap_bio(self._in, self._out, server_side=server)
         self._pending = memoryview(b"")
         self._taken = 0
@@ -107,36 +98,29 @@ def exchange(stream: Any, outgoing: memoryview, incoming: memoryview) -> None:
         if not moved:
             mask = select.POLLOUT if outgoing else 0
             poll.register(stream, mask | (select.POLLIN if incoming else 0))
-            poll.poll(_LONGEST)
+            if not poll.poll(_LONGEST * 1000):
+                raise TimeoutError(f"the other process is silent for {_LONGEST:g} s")
 
 
-def wrapped(sock: socket.socket, made: ssl.SSLContext, server: bool) -> Any:
-    """kerasdist's own socket."""
-    from kerasdist.transport import tls
-
-    class Given:
-        def context(self, *, server: bool) -> ssl.SSLContext:
-            return made
-
-    stream: Any = tls.wrap(sock, Given(), server=server)  # type: ignore[arg-type]
-    stream.settimeout(_LONGEST / 1e3)
+def wrapped(sock: socket.socket, given: Credentials, server: bool) -> Any:
+    """Return kerasdist's own socket."""
+    stream: Any = tls.wrap(sock, given, server=server)
     stream.do_handshake()
     stream.setblocking(False)
     return stream
 
 
 def steps_of(
-    way: str, certificate: str, key: str, socks: list[socket.socket], server: bool
+    way: str, given: Credentials, socks: list[socket.socket], server: bool
 ) -> Callable[[memoryview, memoryview], None]:
     """What one round calls with the bytes to send and the room for others."""
-    made = context(certificate, key, server=server)
     if way == "tcp":
         socks[0].setblocking(False)
         return lambda out, room: exchange(socks[0], out, room)
     if way == "memory":
-        memory = Memory(socks[0], made, server)
+        memory = Memory(socks[0], given, server)
         return lambda out, room: exchange(memory, out, room)
-    streams = [wrapped(sock, made, server) for sock in socks]
+    streams = [wrapped(sock, given, server) for sock in socks]
     if way == "socket":
         return lambda out, room: exchange(streams[0], out, room)
     # A connection for each direction, each in a thread of its own: two threads can't
@@ -153,11 +137,11 @@ def steps_of(
     return in_threads
 
 
-def in_memory(certificate: str, key: str, size: int, rounds: int) -> list[float]:
+def in_memory(given: Credentials, size: int, rounds: int) -> list[float]:
     """Encrypt and decrypt without a socket: OpenSSL's own time."""
     ends = [(ssl.MemoryBIO(), ssl.MemoryBIO()) for _ in range(2)]
     one, other = (
-        context(certificate, key, server=server).wrap_bio(*end, server_side=server)
+        given.context(server=server).wrap_bio(*end, server_side=server)
         for server, end in zip((False, True), ends, strict=True)
     )
     (one_in, one_out), (other_in, other_out) = ends
@@ -186,23 +170,30 @@ def in_memory(certificate: str, key: str, size: int, rounds: int) -> list[float]
 
 
 def main() -> None:
-    way, certificate, key, size, rounds = sys.argv[1:]
+    way, size, rounds = sys.argv[1:]
+    given = Credentials.read(os.environ)
+    if given is None:
+        raise SystemExit(
+            "Received: no KERASDIST_TLS. Give it as to a task: docs/tls.md."
+        )
     if way == "openssl":
-        print(json.dumps(in_memory(certificate, key, int(size), int(rounds))))
+        print(json.dumps(in_memory(given, int(size), int(rounds))))
         return
-    listener = socket.create_server(("127.0.0.1", 0))
-    parent = os.fork()
     socks = []
-    for _ in range(2 if way == "threads" else 1):
-        if parent:
-            sock = listener.accept()[0]
-        else:
-            sock = socket.create_connection(listener.getsockname())
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        socks.append(sock)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(_LONGEST)
+        parent = os.fork()
+        for _ in range(2 if way == "threads" else 1):
+            if parent:
+                sock = listener.accept()[0]
+            else:
+                sock = socket.create_connection(listener.getsockname())
+            sock.settimeout(_LONGEST)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            socks.append(sock)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0] if parent else cores[-1]})
-    step = steps_of(way, certificate, key, socks, server=bool(parent))
+    step = steps_of(way, given, socks, server=bool(parent))
     data = bytearray(range(256)) * (int(size) // 256)
     room = bytearray(len(data))
     seconds = []
