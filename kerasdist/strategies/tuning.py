@@ -5,7 +5,7 @@
     calls 1 to 3      as given                                  traced, timed twice
     3 calls each      other sizes of buckets, compressors       traced, timed twice
     until call 20     the two fastest, and as given, in turns   timed
-    all others        the fastest
+    all others        the one with the smallest median
 
 These calls are steps of training like all others, whose numbers are those of any
 division into buckets. Which sizes are tried is computed: from the link and the time of
@@ -28,6 +28,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,7 +167,9 @@ class Choice(NamedTuple):
     compressor: Compressor | None
 
 
-Search = Generator[Choice, float, Choice]
+# What is called next, its seconds, and those of all calls at the end, the kept choice's
+# first.
+Search = Generator[Choice, float, dict[Choice, list[float]]]
 
 
 def search(
@@ -175,40 +178,54 @@ def search(
     link: HostLink,
     compressors: Sequence[Compressor],
 ) -> Search:
-    """Yield what is to be tried, and receive its seconds; return the fastest.
+    """Yield the choice of each call, and receive the seconds that the call took.
 
-    They take `_MOST_CALLS` calls at most: three the first time, then one.
+    The call in which the given choice is traced has been before. With it they are
+    `_MOST_CALLS` at most.
 
     Args:
         sizes: See `predicted_step`.
         given: What the strategy was given.
         link: The link.
         compressors: Those that may be used in place of none.
+
+    Returns:
+        The seconds of all timed calls of each choice. The first one is to be kept.
     """
-    found = {given: (yield given)}
-    for size in sizes_to_try(sizes, given.bucket_size, found[given], link):
-        tried = given._replace(bucket_size=size)
-        found[tried] = yield tried
-    best = min(found, key=found.__getitem__)
+    taken: dict[Choice, list[float]] = {given: []}
+
+    def middle(choice: Choice) -> float:
+        return median(taken[choice])
+
+    def calls_of(choice: Choice) -> Generator[Choice, float, None]:
+        if choice not in taken:
+            taken[choice] = []
+            yield choice  # traced
+        for _ in range(_TIMED):
+            taken[choice].append((yield choice))
+
+    yield from calls_of(given)
+    # The minimum, since the first steps of a process are slow.
+    for size in sizes_to_try(sizes, given.bucket_size, min(taken[given]), link):
+        yield from calls_of(given._replace(bucket_size=size))
+    best = min(taken, key=middle)
     for compressor in compressors:
-        tried = best._replace(compressor=compressor)
-        found[tried] = yield tried
-    # Two calls differ by chance, and the first ones of a process are slow: in turns
-    # whatever else the machine and the network do meets all alike.
-    fastest = sorted(found, key=found.__getitem__)[:2]
-    rivals = dict.fromkeys([*fastest, given])
-    left = _MOST_CALLS - (1 + _TIMED) * len(found)
+        yield from calls_of(best._replace(compressor=compressor))
+    # Two calls differ by chance: in turns whatever else the machine and the network do
+    # meets all alike, and a call that it makes slow or fast doesn't change a median.
+    rivals = dict.fromkeys([*sorted(taken, key=middle)[:2], given])
+    left = _MOST_CALLS - (1 + _TIMED) * len(taken)
     for _ in range(left // len(rivals) if len(rivals) > 1 else 0):
-        for tried in rivals:
-            found[tried] = min(found[tried], (yield tried))
+        for choice in rivals:
+            taken[choice].append((yield choice))
 
-    def cost(tried: Choice) -> float:
+    def cost(choice: Choice) -> float:
         # What is given stays, and numbers are those of one process, if not much is won.
-        gain = 0.0 if tried == given else _GAIN
-        gain += 0.0 if tried.compressor is given.compressor else _COMPRESSION_GAIN
-        return found[tried] / (1 - gain)
+        gain = 0.0 if choice == given else _GAIN
+        gain += 0.0 if choice.compressor is given.compressor else _COMPRESSION_GAIN
+        return middle(choice) / (1 - gain)
 
-    return min(found, key=cost)
+    return {choice: taken[choice] for choice in sorted(taken, key=cost)}
 
 
 class Tuner:
@@ -290,8 +307,6 @@ class TunedStep:
         self._search: Search | None = None
         self._begun = False
         self._number = 0
-        self._taken: list[float] = []
-        self._found: dict[Choice, float] = {}
         calls.trace_for(self._choice)
 
     def __call__(self, iterator: Any) -> Any:
@@ -303,20 +318,14 @@ class TunedStep:
             return self._calls(iterator)
         begin = time.perf_counter()
         logs = self._calls(iterator)
-        self._taken.append(time.perf_counter() - begin)
+        mine = np.float64(time.perf_counter() - begin)
         self._number += 1
         if not self._begun:
             self._begun = True
             self._begin()  # the model is built now
-        # The first call of a choice is traced; later it's timed once in its turn.
-        needed = 1 if self._choice in self._found else 1 + _TIMED
-        if self._search is not None and len(self._taken) >= needed:
-            mine = np.float64(min(self._taken[1:] or self._taken))
-            communicator = self._workers.communicator
-            agreed = float(communicator.all_reduce([mine], "max")[0])
-            known = self._found.get(self._choice, agreed)
-            self._found[self._choice] = min(agreed, known)
-            self._go_on(agreed)
+        elif self._search is not None:
+            agreed = self._workers.communicator.all_reduce([mine], "max")[0]
+            self._go_on(self._search, float(agreed))
         return logs
 
     def _begin(self) -> None:
@@ -343,25 +352,22 @@ class TunedStep:
             return
         compressors = [c for c in tuner.compressors.values() if c is not None]
         self._search = search(sizes, tuner.given, tuner.link(), compressors)
-        next(self._search)
+        self._take(next(self._search))
 
-    def _go_on(self, seconds: float) -> None:
-        if self._search is None:
-            return
+    def _go_on(self, searching: Search, seconds: float) -> None:
         try:
-            self._take(self._search.send(seconds))
+            self._take(searching.send(seconds))
         except StopIteration as end:
             self._search = None
-            self._take(end.value)
-            self._tell()
+            self._take(next(iter(end.value)))
+            self._tell(end.value)
 
     def _take(self, choice: Choice) -> None:
-        self._taken = []
         if choice != self._choice:
             self._choice = choice
             self._calls.trace_for(choice)
 
-    def _tell(self) -> None:
+    def _tell(self, taken: dict[Choice, list[float]]) -> None:
         """Write what was found to the log and to the file, on the chief."""
         tuner, workers = self._tuner, self._workers
         self._calls.drop_other_variants()
@@ -376,7 +382,7 @@ class TunedStep:
             "s_per_byte": link.byte,
             "steps_s": [
                 [choice.bucket_size, repr(choice.compressor), seconds]
-                for choice, seconds in self._found.items()
+                for choice, seconds in taken.items()
             ],
         }
         where = f"written to {path}"
@@ -384,7 +390,7 @@ class TunedStep:
             write_arrays(path, facts, [])
         except OSError as error:
             where = f"{path} can't be written ({error.strerror or error})"
-        before, after = self._found[tuner.given], self._found[self._choice]
+        before, after = median(taken[tuner.given]), median(taken[self._choice])
         tuner.log_once(
             f"tuned {path}",
             f"kerasdist: tuned in {self._number} steps: {_in_words(facts)}; "
