@@ -66,7 +66,8 @@ BIN := $(VENV)/bin
 BENCHMARKS := $(filter-out bench-gpu-check,\
   $(subst _,-,$(patsubst benchmarks/%/run.py,bench-%,$(wildcard benchmarks/*/run.py))))
 # What decides which packages are installed: a change installs again.
-PACKAGING := setup.py pyproject.toml kerasdist/_version.py Makefile $(CONSTRAINTS)
+PACKAGING := setup.py pyproject.toml kerasdist/_version.py \
+  kerasdist/collectives/_kernels.c Makefile $(CONSTRAINTS)
 
 .PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
 .PHONY: lock wheel clean

@@ -24,7 +24,7 @@ Column = tuple[int, Callable[[Any], Callable[[], Any]]]
 
 
 def copy(rank: str, size: str, store: str) -> Column:
-    """Every process copies the same bytes at once: what memory gives."""
+    """Every process copies the same bytes, of several at once: what memory gives."""
 
     def prepare(array: Any) -> Callable[[], Any]:
         to = np.zeros_like(array)
@@ -43,9 +43,14 @@ def copy(rank: str, size: str, store: str) -> Column:
     return int(rank), prepare
 
 
-def communicator(transport: str) -> Column:
+def communicator(transport: str, compiled: bool = True) -> Column:
     from kerasdist.cluster import resolve
-    from kerasdist.collectives import connect
+    from kerasdist.collectives import connect, kernels
+
+    if not compiled:
+        kernels.compiled = None
+    elif kernels.compiled is None:
+        raise RuntimeError("kerasdist was installed without a compiler.")
 
     cluster = resolve()
     # Different hosts: else workers of one host use its own sockets instead of TCP.
@@ -132,7 +137,9 @@ def main() -> None:
     name, control, *more = sys.argv[1:]
     columns: dict[str, Callable[..., Column]] = {
         "memcpy": copy,
+        "alone": copy,
         "shared_memory": lambda: communicator("shared_memory"),
+        "numpy": lambda: communicator("shared_memory", compiled=False),
         "tcp": lambda: communicator("tcp"),
         "hierarchical": lambda: communicator("hierarchical"),
         "gloo": gloo,

@@ -34,8 +34,10 @@ from common import (
 
 SIZES = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 100_000_000)
 TITLES = {
-    "memcpy": "memcpy",
+    "alone": "memcpy alone",
+    "memcpy": "memcpy in both",
     "shared_memory": "kerasdist shared memory",
+    "numpy": "the same, not compiled",
     "strategy": "RingStrategy in a tf.function",
     "tcp": "kerasdist TCP",
     "gloo": "gloo",
@@ -48,7 +50,7 @@ PLAYER = str(HERE / "player.py")
 
 def start(driver: Driver, name: str, torch: str | None) -> Team:
     python, control = sys.executable, driver.path
-    if name in ("shared_memory", "tcp", "strategy"):
+    if name in ("shared_memory", "numpy", "tcp", "strategy"):
         return driver.start_job(name, [python, PLAYER, name, control], RANKS)
     if name == "mpi":
         mpirun = shutil.which("mpirun", path=str(Path(python).parent)) or "mpirun"
@@ -73,7 +75,7 @@ def start(driver: Driver, name: str, torch: str | None) -> Team:
     return driver.start(
         name,
         lambda rank: [chosen, PLAYER, name, control, str(rank), str(RANKS), store],
-        RANKS,
+        1 if name == "alone" else RANKS,
     )
 
 
@@ -170,8 +172,10 @@ def targets(medians: dict[str, dict[int, float]]) -> list[str]:
         value = medians["strategy"][1_000]
         add("RingStrategy in a tf.function, 1 KB", value * 1e3, 0.1, " ms")
     for size in (10_000_000, 100_000_000):
-        if found := ratio("shared_memory", "memcpy", size):
-            add(f"shared memory over memcpy, {human_bytes(size)}", found, 2.5)
+        for name in ("shared_memory", "numpy"):
+            if found := ratio(name, "alone", size):
+                text = f"{TITLES[name]} over memcpy alone, {human_bytes(size)}"
+                add(text, found, 2.5)
     if found := ratio("strategy", "shared_memory", 10_000_000):
         add("RingStrategy over the communicator, 10 MB", found, 1.5)
     for size in medians.get("tcp", {}):

@@ -42,6 +42,7 @@ COLUMNS = {
     "one worker": ("ring", 1),
     "two processes": ("plain", 2),
     "two workers": ("ring", 2),
+    "two workers, not compiled": ("ring", 2),
     "two workers, elastic": ("ring", 2),
     "two workers, jemalloc": ("ring", 2),
     "OneDeviceStrategy": ("one_device", 1),
@@ -59,6 +60,8 @@ def start(driver: Driver, name: str, model: str, options: Any) -> Team:
     env = {"TF_USE_LEGACY_KERAS": "1"} if mode == "multi_worker_mirrored" else {}
     if "elastic" in name:
         env["KERASDIST_ELASTIC"] = "1"
+    if "not compiled" in name:
+        env["FIT_NUMPY"] = "1"
     if options.jit:
         env["FIT_JIT"] = "1"
     if "jemalloc" in name:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kerasdist.collectives import kernels
 from kerasdist.collectives.row_exchange import Array
 
 
@@ -152,7 +153,8 @@ class FusedBuffer:
     ) -> None:
         self.dtype = parts[0].dtype if parts else np.dtype("uint8")
         self._parts = [part for part in parts if part.size]
-        self._scale = scale
+        # Not numpy's float64, with which numpy multiplies float32 in 64 bits.
+        self._scale = None if scale is None else float(scale)
         self._starts: list[int] = []
         total = 0
         for part in self._parts:
@@ -173,51 +175,47 @@ class FusedBuffer:
         found[0] = found[0][start - self._starts[first] :]
         return found
 
-    def copy_to(self, out: Array, start: int, stop: int) -> None:
-        """Copy elements `start` to `stop`."""
-        middle = min(max(start, self._scaled), stop)
-        self._copy(out[: middle - start], start, middle, self._scale)
-        self._copy(out[middle - start :], middle, stop, None)
+    def copy_to(
+        self, out: Array, start: int, stop: int, *, stream: bool = False
+    ) -> None:
+        """Copy elements `start` to `stop`; `stream`: see `kernels.combine`."""
+        self.combine_to(out, start, stop, None, out, stream=stream)
 
     def combine_to(
-        self, out: Array, start: int, stop: int, combine: np.ufunc, other: Array
+        self,
+        out: Array,
+        start: int,
+        stop: int,
+        operation: np.ufunc | None,
+        other: Array,
+        *,
+        copy: Array | None = None,
+        stream: bool = False,
     ) -> None:
         """Combine elements `start` to `stop` with as many others.
-
-        What isn't scaled is read, combined and written in one pass.
 
         Args:
             out: The results.
             start: Of the elements.
             stop: Of the elements.
-            combine: The operation; its first argument are this buffer's elements.
+            operation: Its first argument are this buffer's elements; None: they are
+                copied.
             other: The second argument.
+            copy: Gets the results, too.
+            stream: See `kernels.combine`.
         """
         middle = min(max(start, self._scaled), stop)
-        if self._scale is None:
-            middle = start
-        elif middle > start:
-            scaled = out[: middle - start]
-            self._copy(scaled, start, middle, self._scale)
-            combine(scaled, other[: middle - start], out=scaled)
-        begin = middle - start
-        for view in self.views(middle, stop):
-            end = begin + view.size
-            combine(view, other[begin:end], out=out[begin:end])
-            begin = end
-
-    def _copy(self, out: Array, start: int, stop: int, scale: float | None) -> None:
-        if scale == 0:
-            out.fill(0)
-            return
         begin = 0
-        for view in self.views(start, stop):
-            end = begin + view.size
-            if scale is None:
-                np.copyto(out[begin:end], view)
-            else:
-                np.multiply(view, scale, out=out[begin:end])
-            begin = end
+        for first, last, scale in ((start, middle, self._scale), (middle, stop, None)):
+            for view in self.views(first, last):
+                part = slice(begin, begin + view.size)
+                kernels.combine(
+                    *(out[part], view, scale, operation),
+                    None if operation is None else other[part],
+                    copy=None if copy is None else copy[part],
+                    stream=stream,
+                )
+                begin = part.stop
 
 
 def aligned(arrays: Sequence[Array]) -> tuple[list[Array], list[int]]:

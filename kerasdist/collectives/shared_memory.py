@@ -49,6 +49,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kerasdist.collectives import kernels
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import (
     MOST_REQUESTS,
@@ -187,9 +188,12 @@ _TIMES = 8
 # Number of blocks in a segment.
 _BLOCKS = 4
 _PAGE = 4096
+_LINE = 64
 # A chunk is reduced in pieces: each is still in the core's own cache when it is read
 # again, to be copied.
 _PIECE_BYTES = 256 << 10
+# What is written of larger buffers has left the caches when another core reads it.
+_STREAMED_BYTES = 2 << 20
 # Bytes of a segment for small buffers.
 _LEAST_BYTES = _BLOCKS * (_SMALL_BYTES + 2 * _PAGE)
 
@@ -254,6 +258,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         most = (self._total // _BLOCKS - _PAGE) // dtype.itemsize
         count = -(-elements // most)
         piece = _PIECE_BYTES // dtype.itemsize
+        stream = size >= _STREAMED_BYTES
         combine = reducer(call.op)
         others = [rank for rank in range(self.size) if rank != self.rank]
         flat: Array = np.empty(0, dtype)
@@ -278,7 +283,8 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                 block, places = blocks[stage - 2]
                 for rank in others:
                     part = _chunk(block, self.size, rank)
-                    flat[part] = places[rank][_within(part, block)]
+                    mine, theirs = flat[part], places[rank][_within(part, block)]
+                    kernels.combine(mine, theirs, stream=stream)
                 if timer is not None:
                     timer.end("receive", (block.stop - block.start) * dtype.itemsize)
             if 0 < stage <= count:
@@ -288,25 +294,36 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                     some = slice(start, min(start + piece, part.stop))
                     within = _within(some, block)
                     reduced = flat[some]
+                    copy = places[self.rank][within] if lent is None else None
+                    # The sum of several is read again: it stays in the caches.
                     source.combine_to(
                         *(reduced, some.start, some.stop),
                         *(combine, places[others[0]][within]),
+                        copy=None if others[1:] else copy,
+                        stream=stream and not others[1:],
                     )
                     for rank in others[1:]:
                         combine(reduced, places[rank][within], out=reduced)
-                    if lent is None:
-                        places[self.rank][within] = reduced
+                    if others[1:] and copy is not None:
+                        kernels.combine(copy, reduced, stream=stream)
                 if timer is not None:
                     timer.end("reduce", (part.stop - part.start) * dtype.itemsize)
             if stage < count:
                 block = equal_part(elements, count, stage)
                 length = block.stop - block.start
-                places = [p.view(dtype) for p in self._places(length * dtype.itemsize)]
+                # An element is as far from the begin of a line as in the result, so
+                # that one pass can store both past the caches.
+                beyond = block.start * dtype.itemsize % _LINE
+                room = self._places(beyond + length * dtype.itemsize)
+                places = [place[beyond:].view(dtype) for place in room]
                 blocks.append((block, places))
                 mine, part = places[self.rank], _chunk(block, self.size, self.rank)
                 own = _within(part, block)
-                source.copy_to(mine[: own.start], block.start, part.start)
-                source.copy_to(mine[own.stop :], part.stop, block.stop)
+                for out, start, stop in (
+                    (mine[: own.start], block.start, part.start),
+                    (mine[own.stop :], part.stop, block.stop),
+                ):
+                    source.copy_to(out, start, stop, stream=stream)
                 if timer is not None:
                     timer.end("pack", length * dtype.itemsize)
             if stage <= count:

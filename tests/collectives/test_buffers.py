@@ -4,9 +4,12 @@ import weakref
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kerasdist.collectives import kernels
 from kerasdist.collectives.checked import MOST_SIGNATURES, Signatures
-from kerasdist.collectives.fused_buffer import BufferPool, aligned
+from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer, aligned
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float64, np.longdouble])
@@ -75,3 +78,81 @@ def test_many_different_calls_need_little_memory():
     for length in range(2, MOST_SIGNATURES + 3):
         signature(length)
     assert signature(1) is not kept
+
+
+# Of the pieces of a pass: below and above the size from which they are compiled, whose
+# memory begins anywhere.
+SIZES = st.lists(st.sampled_from([0, 1, 5, 70_001]), min_size=1, max_size=4)
+ODD = [0.0, -0.0, 1e-42, np.inf, -np.inf, np.nan, 3e38]
+PASSES = pytest.mark.parametrize("passes", ["compiled", "numpy"])
+
+
+def passes_of(monkeypatch, passes):
+    if passes == "numpy":
+        monkeypatch.setattr(kernels, "compiled", None)
+    elif kernels.compiled is None:
+        pytest.skip("there was no compiler when kerasdist was installed")
+
+
+@PASSES
+def test_a_pass_gives_the_bits_of_numpy(passes):
+    @given(
+        SIZES,
+        st.sampled_from(["f4", "f8", "f2", "i4"]),
+        st.sampled_from([None, 0, 1 / 3, 1e-45]),
+        st.sampled_from([None, np.add, np.maximum]),
+        st.booleans(),
+        st.booleans(),
+        st.integers(0, 3),
+    )
+    def check(sizes, dtype, scale, operation, twice, stream, beyond):
+        rng = np.random.default_rng(sum(sizes))
+        scale = None if dtype == "i4" else scale
+        parts = [(100 * rng.normal(size=n)).astype(dtype) for n in sizes]
+        whole = np.concatenate(parts)
+        if dtype != "i4":
+            with np.errstate(over="ignore"):
+                whole[: len(ODD)] = ODD[: whole.size]
+        parts = np.split(whole, np.cumsum(sizes)[:-1])
+        scaled, start = whole.size // 2, min(beyond, whole.size)
+        expected = whole.copy()
+        with np.errstate(all="ignore"):
+            if scale is not None:
+                expected[:scaled] *= scale
+            if scale == 0:
+                expected[:scaled] = 0
+            other = np.roll(whole, 1)
+            if operation is not None:
+                expected = operation(expected, other)
+            out, copy = np.empty((2, whole.size + beyond), dtype)[:, beyond:]
+            FusedBuffer(parts, scale, scaled).combine_to(
+                *(out[start:], start, whole.size),
+                *(operation, other[start:]),
+                copy=copy[start:] if twice else None,
+                stream=stream,
+            )
+        for some in (out, copy) if twice else (out,):
+            assert some[start:].tobytes() == expected[start:].tobytes()
+
+    with pytest.MonkeyPatch.context() as patch:
+        passes_of(patch, passes)
+        check()
+
+
+def test_wrong_arrays_are_not_written():
+    if kernels.compiled is None:
+        pytest.skip("there was no compiler when kerasdist was installed")
+    four = np.zeros(4)
+    for out, values, other in (
+        (four, np.ones(3), None),
+        (four, np.ones(4, "f4"), None),
+        (four, np.ones(4), np.ones(5)),
+        (four.view("i8"), np.ones(4, "i8"), None),
+        (four[::2], np.ones(2), None),
+    ):
+        with pytest.raises((ValueError, BufferError)):
+            kernels.compiled(out, values, None, other, None, False)
+    four.flags.writeable = False
+    with pytest.raises((ValueError, BufferError)):
+        kernels.compiled(four, np.ones(4), None, None, None, False)
+    assert not four.any()

@@ -84,7 +84,12 @@ def modules_in(root: Path) -> dict[str, Path]:
     """From module name to file, as they are installed from the folder `root`."""
     found = {}
     for folder, package in [("kerasdist", "kerasdist"), ("callbacks", "kerasdist")]:
-        for path in sorted((root / folder).rglob("*.py")):
+        for path in sorted((root / folder).rglob("*.py*")):
+            # A stub stands for a compiled module.
+            if path.suffix == ".pyc" or path.with_suffix(".py").exists() != (
+                path.suffix == ".py"
+            ):
+                continue
             parts = list(path.relative_to(root).with_suffix("").parts)
             if folder == "callbacks":
                 parts.insert(0, package)

@@ -16,7 +16,8 @@ from places import ROOT
 from workers import python_env
 
 VERSION = kerasdist._version.__version__
-WHEEL = f"kerasdist-{VERSION}-py3-none-any.whl"
+PURE = f"kerasdist-{VERSION}-py3-none-any.whl"
+KERNELS = "kerasdist/collectives/_kernels.abi3.so"
 # Which file would be imported, without the import of TensorFlow.
 FIND = """
 import importlib.util
@@ -93,14 +94,23 @@ def dist(source, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def installed(dist, tmp_path_factory):
+def wheel(dist):
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
     folder = tmp_path_factory.mktemp("venv")
-    return install(folder, str(dist / WHEEL), cwd=folder)
+    return install(folder, str(wheel), cwd=folder)
 
 
-def test_the_wheel_holds_the_packages_and_nothing_else(dist, tracked):
-    with zipfile.ZipFile(dist / WHEEL) as archive:
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel, tracked):
+    with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+    # One file for all versions of Python.
+    assert (KERNELS in names) == ("-cp311-abi3-" in wheel.name) == (wheel.name != PURE)
+    names.discard(KERNELS)
     info = f"kerasdist-{VERSION}.dist-info"
 
     assert {name.partition("/")[0] for name in names} == {"kerasdist", info}
@@ -114,8 +124,16 @@ def test_the_wheel_holds_the_packages_and_nothing_else(dist, tracked):
     assert "kerasdist/callbacks/__init__.py" in names
 
 
-def test_the_metadata_is_complete(dist):
-    with zipfile.ZipFile(dist / WHEEL) as archive:
+def test_without_a_compiler_the_wheel_is_pure(source, tmp_path):
+    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel"]
+    run(*build, "--outdir", str(tmp_path), cwd=source, CC=str(tmp_path / "missing"))
+    with zipfile.ZipFile(tmp_path / PURE) as archive:
+        assert "kerasdist/collectives/kernels.py" in archive.namelist()
+        assert not any(name.endswith(".so") for name in archive.namelist())
+
+
+def test_the_metadata_is_complete(wheel):
+    with zipfile.ZipFile(wheel) as archive:
         text = archive.read(f"kerasdist-{VERSION}.dist-info/METADATA").decode()
     headers, _, description = text.partition("\n\n")
 
