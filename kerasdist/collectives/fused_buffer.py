@@ -153,8 +153,9 @@ class FusedBuffer:
     ) -> None:
         self.dtype = parts[0].dtype if parts else np.dtype("uint8")
         self._parts = [part for part in parts if part.size]
-        # Not numpy's float64, with which numpy multiplies float32 in 64 bits.
-        self._scale = None if scale is None else float(scale)
+        # What is multiplied by 1 is read once. No float64 of numpy's, with which numpy
+        # multiplies float32 in 64 bits.
+        self._scale = None if scale is None or scale == 1 else float(scale)
         self._starts: list[int] = []
         total = 0
         for part in self._parts:

@@ -47,9 +47,13 @@ def combine(
     if (
         compiled is not None
         and out.nbytes >= _LEAST_BYTES
-        and out.dtype.char in "fd"
-        and scale != 0
         and (operation is None or operation is np.add)
+        and scale != 0
+        # Usual floats, as a compiler understands them.
+        and out.dtype.char in "fd"
+        and out.dtype.isnative
+        and out.flags.aligned
+        and values.flags.aligned
     ):
         compiled(out, values, scale, other, copy, stream)
         return

@@ -139,6 +139,20 @@ def test_a_pass_gives_the_bits_of_numpy(passes):
         check()
 
 
+@PASSES
+def test_unusual_floats_are_left_to_numpy(monkeypatch, passes):
+    passes_of(monkeypatch, passes)
+    octets = bytearray(b"?" + np.arange(70_001, dtype="f4").tobytes())
+    unaligned = np.frombuffer(octets, "f4", offset=1)
+    swapped = unaligned.astype(">f4")
+    for values in (unaligned, swapped):
+        out = np.empty_like(values)
+        kernels.combine(out, values, 0.5, np.add, np.ones_like(out), stream=True)
+        np.testing.assert_array_equal(out, np.arange(70_001) / 2 + 1)
+    kernels.combine(unaligned, unaligned.copy())
+    assert octets[0] == ord("?")
+
+
 def test_wrong_arrays_are_not_written():
     if kernels.compiled is None:
         pytest.skip("there was no compiler when kerasdist was installed")
