@@ -64,7 +64,11 @@ def padded(slices: Any) -> Any:
 #
 # Some operations beside the collectives aren't compiled either, and devices differ.
 # Where an operation of a part waits for such a one that waits for the same part, the
-# part is divided: later pieces have larger numbers of `hop`.
+# part is divided: later pieces have larger numbers of `hop`. What no such operation
+# needs is in the last piece that it can be in.
+#
+# The lists of a loop, which its gradient reads, can't leave what XLA compiles: the
+# gradient is in the part of the loop, also if its results aren't needed yet.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,11 +79,13 @@ class StepOperation:
         before: Numbers of the nodes that it waits for, all smaller than its own.
         device: Where it's compiled for; None: it isn't compiled.
         collective: Whether it is, or contains, communication; not compiled.
+        lists: Those of `before` whose lists it takes.
     """
 
     before: tuple[int, ...]
     device: str | None
     collective: bool = False
+    lists: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,27 +107,26 @@ def divide(nodes: Sequence[StepOperation]) -> list[StepPart]:
     Args:
         nodes: All operations, each after those that it waits for.
     """
-    count = sum(node.collective for node in nodes)
-    # The number of the first collective that waits for a node: itself for one.
-    needed = [count + 1] * len(nodes)
-    number = count
-    for index in reversed(range(len(nodes))):
-        if nodes[index].collective:
-            # Not the number in the order of the graph, if another one waits for it.
-            needed[index] = min(needed[index], number)
-            number -= 1
-        for before in nodes[index].before:
-            needed[before] = min(needed[before], needed[index])
+    needed = _needed(nodes)
     hops: list[int] = []
     for index, node in enumerate(nodes):
         hop = 0
         for before in node.before:
-            if needed[before] != needed[index]:
-                continue
-            other = nodes[before].device
-            crosses = node.device is not None and other != node.device
-            hop = max(hop, hops[before] + crosses)
+            if needed[before] == needed[index]:
+                hop = max(hop, hops[before] + _crosses(nodes[before], node))
         hops.append(hop)
+    last: dict[int, int] = {}
+    for number, hop in zip(needed, hops, strict=True):
+        last[number] = max(last.get(number, 0), hop)
+    latest = [last[number] for number in needed]
+    for index in reversed(range(len(nodes))):
+        node = nodes[index]
+        if node.device is not None:
+            hops[index] = latest[index]
+        for before in node.before:
+            if needed[before] == needed[index]:
+                hop = hops[index] - _crosses(nodes[before], node)
+                latest[before] = min(latest[before], hop)
     groups: dict[tuple[int, int, int, str], list[int]] = {}
     for index, node in enumerate(nodes):
         own = index + 1 if node.device is None else 0
@@ -132,6 +137,50 @@ def divide(nodes: Sequence[StepOperation]) -> list[StepPart]:
         StepPart(nodes=tuple(group), device=nodes[group[0]].device)
         for _, group in sorted(groups.items())
     ]
+
+
+def _crosses(before: StepOperation, node: StepOperation) -> bool:
+    """Return whether an operation can't be compiled with one that it waits for."""
+    return node.device is not None and before.device != node.device
+
+
+def _needed(nodes: Sequence[StepOperation]) -> list[int]:
+    """Return the number of the first collective that waits for each node.
+
+    It's that of a collective itself; of what no one waits for it's the last one's plus
+    one. Lists stay with those who take them, if these don't wait for a collective.
+    """
+    count = sum(node.collective for node in nodes)
+    needed = [count + 1] * len(nodes)
+    # The numbers of collectives, and before which one a node can't be.
+    number, earliest = count, [1] * len(nodes)
+
+    def pass_on() -> None:
+        for index in reversed(range(len(nodes))):
+            for before in nodes[index].before:
+                needed[before] = min(needed[before], needed[index])
+
+    for index in reversed(range(len(nodes))):
+        if nodes[index].collective:
+            # Not the number in the order of the graph, if another one waits for it.
+            needed[index] = min(needed[index], number)
+            number -= 1
+        for before in nodes[index].before:
+            needed[before] = min(needed[before], needed[index])
+    for index, node in enumerate(nodes):
+        for before in node.before:
+            after = needed[before] + 1 if nodes[before].collective else 0
+            earliest[index] = max(earliest[index], earliest[before], after)
+    found = True
+    while found:
+        found = False
+        for index, node in enumerate(nodes):
+            first = min((needed[each] for each in node.lists), default=needed[index])
+            if earliest[index] <= first < needed[index]:
+                needed[index], found = first, True
+        if found:
+            pass_on()
+    return needed
 
 
 # The name scope of operations that aren't compiled.
@@ -277,7 +326,14 @@ def _nodes(
         outside = collective or _IS_OUTSIDE.search(operation.name)
         if outside or of_variables or device not in devices:
             device = None
-        nodes.append(StepOperation(before=before, device=device, collective=collective))
+        lists = [each.op for each in operation.inputs if each.dtype == tf.variant]
+        node = StepOperation(
+            before=before,
+            device=device,
+            collective=collective,
+            lists=tuple(index[each] for each in lists if each in index),
+        )
+        nodes.append(node)
     return nodes
 
 

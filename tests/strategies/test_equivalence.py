@@ -29,6 +29,11 @@ if devices > 1:
 import numpy as np
 import keras
 from cases import CASES
+if os.environ.get("COMPILED"):
+    def compile_(self, *args, **options):
+        options.setdefault("jit_compile", True)
+        return super(keras.Model, self).compile(*args, **options)
+    keras.Model.compile = compile_
 if os.environ.get("PLAIN"):
     rank, scope = 0, contextlib.nullcontext
 else:
@@ -76,16 +81,20 @@ if rank == 0:
 Numbers = dict[str, dict[str, np.ndarray]]
 pytestmark = pytest.mark.timeout(400)
 
-# The numbers of one process without kerasdist, by case; made as they are needed.
+# The numbers of one process without kerasdist, by case; made as they are needed. And
+# those of compiled steps.
 _plain: Numbers = {}
+_compiled: Numbers = {}
 
 
 @contextlib.contextmanager
-def reference(names, folder):
+def reference(names, folder, option):
     """Starts to make the numbers of one plain process; waits for them when called."""
-    missing = [name for name in names if name not in _plain]
+    known, env = _plain, {"TESTS": SCRIPTS_PATH, "PLAIN": "1", "TF_CONFIG": None}
+    if option == "compiled":
+        known, env = _compiled, {**env, "COMPILED": "1"}
+    missing = [name for name in names if name not in known]
     path = folder / "plain_numbers"
-    env = {"TESTS": SCRIPTS_PATH, "PLAIN": "1", "TF_CONFIG": None}
     with contextlib.ExitStack() as stack:
         if missing:
             args = [str(path), *missing]
@@ -96,8 +105,8 @@ def reference(names, folder):
         def wait():
             if missing:
                 job.succeed()
-                _plain.update(pickle.loads(path.read_bytes()))
-            return {name: _plain[name] for name in names}
+                known.update(pickle.loads(path.read_bytes()))
+            return {name: known[name] for name in names}
 
         yield wait
 
@@ -151,6 +160,16 @@ WHOLE_BATCHES = {
 INSIDE = {"made_and_compiled_outside"}
 # A batch size of `keras.Input` is that of each replica.
 FIXED_SIZES = {"stateful_rows"}
+# Loops whose gradients read lists, assertions, tables, batches of unequal lengths.
+COMPILED = ("recurrent", "masked_sequence", "slices_adam_clipnorm")
+# Plain Keras can't compile them either; or losses are refused that mix rows.
+NOT_COMPILED = {
+    "slices_of_sparse_input",
+    "functions_of_sums_and_unknown_ones",
+    "state_of_layers",
+    "functions_that_mix_rows",
+    "more_functions_that_mix_rows",
+}
 # Tensors of unequal rows must have equal parts, see docs/limits.md.
 EQUAL_PARTS = {"zipped_batches_of_two_sizes"}
 
@@ -177,6 +196,10 @@ def layouts():
         (2, 1, 0, (*PLACED, "losses_of_one_number"), 0, "factors"),
         # Other shares of the rows in each epoch.
         (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
+        # Compiled by XLA, beside plain Keras's compiled steps.
+        (2, 1, 0, COMPILED, 0, "compiled"),
+        (1, 2, 0, (), 0, "compiled"),
+        (2, 1, 2, (), 0, "compiled"),
     ]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
         placed, option, *_ = (*more, *(0, "")[len(more) :])
@@ -190,6 +213,9 @@ def layouts():
         # A job of all others would take minutes: they are dealt out to six.
         left_out = EQUAL_PARTS if workers * devices > 2 else set()
         left_out = WHOLE_BATCHES | INSIDE | left_out if placed else left_out
+        if option == "compiled":
+            left_out = NOT_COMPILED | left_out
+            chosen = ["core"]
         if option == "balance":
             left_out = FIXED_SIZES | EQUAL_PARTS | left_out
             parts["core"] = tuple(case for case in core if case not in left_out)
@@ -200,6 +226,8 @@ def layouts():
         ]
         parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
         for part, cases in parts.items():
+            if not cases:
+                continue
             marks = [] if part in chosen else [pytest.mark.soak]
             layout = workers, devices, servers, placed, option, cases
             made.append(pytest.param(*layout, id=f"{name}-{part}", marks=marks))
@@ -223,10 +251,12 @@ def test_workers_equal_one_process(
         env |= {"TF_NUM_INTRAOP_THREADS": "3", "TF_NUM_INTEROP_THREADS": "4"}
     if placed:
         env["PLACED"] = str(placed)
-    if option:
+    if option == "compiled":
+        env["COMPILED"] = "1"
+    elif option:
         env["OPTION"] = option
     with (
-        reference(cases, tmp_path) as wait_for_reference,
+        reference(cases, tmp_path, option) as wait_for_reference,
         Workers(
             RUN,
             workers,

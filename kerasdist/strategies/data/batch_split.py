@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist._keras.data.arrays import ArrayData, BatchIterator
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.reduce.workers import WHOLE, ReplicaLayout, Workers
@@ -361,7 +362,10 @@ def fill_if_empty(batch: Any) -> Any:
 
     if tf.get_static_value(rows) == 0:
         return packed([one_row(tensor) for tensor in flat])
-    filled = tf.cond(rows > 0, lambda: flat, lambda: [one_row(t) for t in flat])
+    # Results of unequal shapes: XLA would make all that follow dynamic, and the shapes
+    # of some of them are wrong then.
+    with _tf.outside_of_xla():
+        filled = tf.cond(rows > 0, lambda: flat, lambda: [one_row(t) for t in flat])
     for before, after in zip(flat, filled, strict=True):
         if not tf.executing_eagerly() and hasattr(after, "set_shape"):
             after.set_shape(before.shape)

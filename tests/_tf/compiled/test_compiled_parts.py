@@ -8,11 +8,15 @@ CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 def parts(*nodes):
-    """Divide nodes, which are (device or None, those before, collective)."""
-    made = [
-        StepOperation(device=device, before=before, collective=bool(collective))
-        for device, before, *collective in nodes
-    ]
+    """Divide nodes: (device or None, those before, collective, those with lists)."""
+    made = []
+    for node in nodes:
+        device, before, collective, lists = (*node, *(False, ())[len(node) - 2 :])
+        made.append(
+            StepOperation(
+                device=device, before=before, collective=collective, lists=lists
+            )
+        )
     return [part.nodes for part in divide(made)]
 
 
@@ -29,9 +33,30 @@ def test_a_bucket_leaves_before_the_rest_of_the_backward_pass():
     assert divided == [(0, 1), (3,), (2,), (4,), (5, 6)]
 
 
+def test_what_nothing_between_needs_is_compiled_with_what_follows():
+    divided = parts(("a", ()), ("a", ()), (None, (1,)), ("a", (0, 2)), ("a", (0,)))
+    assert divided == [(1,), (2,), (0, 3, 4)]
+
+
+def test_lists_stay_in_a_part():
+    divided = parts(
+        ("a", ()),  # a loop
+        ("a", (0,)),  # the last layer's gradient
+        ("a", (1,)),  # a layer's between
+        ("a", (0, 2), False, (0,)),  # the loop's
+        (None, (1,), True),
+        (None, (3, 4), True),
+        ("a", (4, 5)),
+    )
+    assert divided == [(0, 1, 2, 3), (4,), (5,), (6,)]
+    # What waits for the collective can't be before it.
+    divided = parts(("a", ()), (None, (0,), True), ("a", (0, 1), False, (0,)))
+    assert divided == [(0,), (1,), (2,)]
+
+
 def test_devices_are_compiled_apart():
     divided = parts(("a", ()), ("b", ()), ("a", (0, 1)), ("b", (2,)), ("b", (1,)))
-    assert divided == [(0,), (1, 4), (2,), (3,)]
+    assert divided == [(1,), (0, 2), (3, 4)]
 
 
 def test_parts_are_compiled_and_keep_effects_and_results():
