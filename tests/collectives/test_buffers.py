@@ -144,29 +144,25 @@ def test_unusual_floats_are_left_to_numpy(monkeypatch, passes):
     passes_of(monkeypatch, passes)
     octets = bytearray(b"?" + np.arange(70_001, dtype="f4").tobytes())
     unaligned = np.frombuffer(octets, "f4", offset=1)
-    swapped = unaligned.astype(">f4")
-    for values in (unaligned, swapped):
+    for values in (unaligned, unaligned.astype(">f4")):
         out = np.empty_like(values)
         kernels.combine(out, values, 0.5, np.add, np.ones_like(out), stream=True)
         np.testing.assert_array_equal(out, np.arange(70_001) / 2 + 1)
-    kernels.combine(unaligned, unaligned.copy())
-    assert octets[0] == ord("?")
 
 
 def test_wrong_arrays_are_not_written():
     if kernels.compiled is None:
         pytest.skip("there was no compiler when kerasdist was installed")
-    four = np.zeros(4)
+    four, fixed = np.zeros(4), np.zeros(4)
+    fixed.flags.writeable = False
     for out, values, other in (
         (four, np.ones(3), None),
         (four, np.ones(4, "f4"), None),
         (four, np.ones(4), np.ones(5)),
         (four.view("i8"), np.ones(4, "i8"), None),
         (four[::2], np.ones(2), None),
+        (fixed, np.ones(4), None),
     ):
         with pytest.raises((ValueError, BufferError)):
             kernels.compiled(out, values, None, other, None, False)
-    four.flags.writeable = False
-    with pytest.raises((ValueError, BufferError)):
-        kernels.compiled(four, np.ones(4), None, None, None, False)
-    assert not four.any()
+    assert not four.any() | fixed.any()

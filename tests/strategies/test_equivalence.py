@@ -6,6 +6,7 @@ numbers must be the same bits.
 """
 
 import contextlib
+import json
 import pickle
 import re
 
@@ -39,6 +40,9 @@ if os.environ.get("PLAIN"):
 else:
     import kerasdist
     options = {}
+    if os.environ.get("COMPILED"):
+        # Buckets of few gradients: the backward pass is in several parts.
+        options = json.loads(os.environ["COMPILED"])
     if os.environ.get("PLACED"):
         # Of layers that are named by Keras, each second one.
         options = {
@@ -196,10 +200,12 @@ def layouts():
         (2, 1, 0, (*PLACED, "losses_of_one_number"), 0, "factors"),
         # Other shares of the rows in each epoch.
         (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
-        # Compiled by XLA, beside plain Keras's compiled steps.
+        # Compiled by XLA, beside plain Keras's compiled steps; one worker of servers:
+        # asynchronous.
         (2, 1, 0, COMPILED, 0, "compiled"),
-        (1, 2, 0, (), 0, "compiled"),
-        (2, 1, 2, (), 0, "compiled"),
+        (1, 2, 0, ("accumulation_of_slices",), 0, "compiled"),
+        (2, 1, 2, PLACED, 0, "compiled"),
+        (1, 1, 1, PLACED, 0, "compiled"),
     ]:
         name = f"{workers}x{devices}" + (f"-servers{servers}" if servers else "")
         placed, option, *_ = (*more, *(0, "")[len(more) :])
@@ -215,7 +221,7 @@ def layouts():
         left_out = WHOLE_BATCHES | INSIDE | left_out if placed else left_out
         if option == "compiled":
             left_out = NOT_COMPILED | left_out
-            chosen = ["core"]
+            chosen = [] if servers else ["core"]
         if option == "balance":
             left_out = FIXED_SIZES | EQUAL_PARTS | left_out
             parts["core"] = tuple(case for case in core if case not in left_out)
@@ -224,10 +230,9 @@ def layouts():
             for case in CASES
             if case not in sum(parts.values(), ()) and case not in left_out
         ]
-        parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
+        if option != "compiled" or (workers, servers) == (2, 0):
+            parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
         for part, cases in parts.items():
-            if not cases:
-                continue
             marks = [] if part in chosen else [pytest.mark.soak]
             layout = workers, devices, servers, placed, option, cases
             made.append(pytest.param(*layout, id=f"{name}-{part}", marks=marks))
@@ -252,7 +257,8 @@ def test_workers_equal_one_process(
     if placed:
         env["PLACED"] = str(placed)
     if option == "compiled":
-        env["COMPILED"] = "1"
+        chosen = {"mode": "async"} if servers == 1 else {"bucket_size": 64}
+        env["COMPILED"] = json.dumps(chosen)
     elif option:
         env["OPTION"] = option
     with (

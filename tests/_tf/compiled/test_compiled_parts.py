@@ -9,14 +9,8 @@ CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 def parts(*nodes):
     """Divide nodes: (device or None, those before, collective, those with lists)."""
-    made = []
-    for node in nodes:
-        device, before, collective, lists = (*node, *(False, ())[len(node) - 2 :])
-        made.append(
-            StepOperation(
-                device=device, before=before, collective=collective, lists=lists
-            )
-        )
+    names = ("device", "before", "collective", "lists")
+    made = [StepOperation(**dict(zip(names, node, strict=False))) for node in nodes]
     return [part.nodes for part in divide(made)]
 
 
