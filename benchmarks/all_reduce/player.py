@@ -49,8 +49,11 @@ def communicator(transport: str, compiled: bool = True) -> Column:
 
     if not compiled:
         kernels.compiled = None
-    elif kernels.compiled is None:
-        raise RuntimeError("kerasdist was installed without a compiler.")
+    elif transport == "shared_memory" and kernels.compiled is None:
+        raise RuntimeError(
+            "Received: kerasdist that was installed without a C compiler. Install one, "
+            "and kerasdist again, or leave the column out (--columns)."
+        )
 
     cluster = resolve()
     # Different hosts: else workers of one host use its own sockets instead of TCP.

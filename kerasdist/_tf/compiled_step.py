@@ -152,21 +152,19 @@ def _needed(nodes: Sequence[StepOperation]) -> list[int]:
     """
     count = sum(node.collective for node in nodes)
     needed = [count + 1] * len(nodes)
-    # The numbers of collectives, and before which one a node can't be.
-    number, earliest = count, [1] * len(nodes)
+    earliest = [1] * len(nodes)  # the first part in which a node can be
 
     def pass_on() -> None:
+        number = count
         for index in reversed(range(len(nodes))):
+            if nodes[index].collective:
+                # Not the number in the order of the graph, if another one waits for it.
+                needed[index] = min(needed[index], number)
+                number -= 1
             for before in nodes[index].before:
                 needed[before] = min(needed[before], needed[index])
 
-    for index in reversed(range(len(nodes))):
-        if nodes[index].collective:
-            # Not the number in the order of the graph, if another one waits for it.
-            needed[index] = min(needed[index], number)
-            number -= 1
-        for before in nodes[index].before:
-            needed[before] = min(needed[before], needed[index])
+    pass_on()
     for index, node in enumerate(nodes):
         for before in node.before:
             after = needed[before] + 1 if nodes[before].collective else 0

@@ -122,10 +122,12 @@ static PyObject *combine(PyObject *module, PyObject *arguments)
         if (i == 0) kind = buffers[0].format[0];
         if ((kind != 'f' && kind != 'd') || buffers[i].format[0] != kind
             || buffers[i].format[1] || buffers[i].len != buffers[0].len) {
-            PyErr_SetString(
+            PyErr_Format(
                 PyExc_ValueError,
                 "The arrays must have one size, and one of the dtypes float32 and "
-                "float64.");
+                "float64. Received: %zd bytes of format '%s', beside %zd of '%s'. Give "
+                "others to numpy.",
+                buffers[i].len, buffers[i].format, buffers[0].len, buffers[0].format);
             goto end;
         }
     }

@@ -80,8 +80,7 @@ def test_many_different_calls_need_little_memory():
     assert signature(1) is not kept
 
 
-# Of the pieces of a pass: below and above the size from which they are compiled, whose
-# memory begins anywhere.
+# Of the pieces of a pass, below and above the size from which they are compiled.
 SIZES = st.lists(st.sampled_from([0, 1, 5, 70_001]), min_size=1, max_size=4)
 ODD = [0.0, -0.0, 1e-42, np.inf, -np.inf, np.nan, 3e38]
 PASSES = pytest.mark.parametrize("passes", ["compiled", "numpy"])

@@ -86,9 +86,8 @@ def modules_in(root: Path) -> dict[str, Path]:
     for folder, package in [("kerasdist", "kerasdist"), ("callbacks", "kerasdist")]:
         for path in sorted((root / folder).rglob("*.py*")):
             # A stub stands for a compiled module.
-            if path.suffix == ".pyc" or path.with_suffix(".py").exists() != (
-                path.suffix == ".py"
-            ):
+            beside = path.suffix == ".pyi" and path.with_suffix(".py").exists()
+            if beside or path.suffix == ".pyc":
                 continue
             parts = list(path.relative_to(root).with_suffix("").parts)
             if folder == "callbacks":

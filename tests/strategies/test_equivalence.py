@@ -31,7 +31,9 @@ import numpy as np
 import keras
 from cases import CASES
 if os.environ.get("COMPILED"):
+    models = []
     def compile_(self, *args, **options):
+        models.append(self)
         options.setdefault("jit_compile", True)
         return super(keras.Model, self).compile(*args, **options)
     keras.Model.compile = compile_
@@ -70,6 +72,8 @@ for name in sys.argv[2:] or CASES:
         traceback.print_exc()
         print("RESULT", json.dumps([name, repr(error)]), flush=True)
         sys.exit(1)
+    if os.environ.get("COMPILED"):
+        assert all(model.jit_compile is True for model in models), name
     keras.backend.clear_session()
     # What lives on is in no case's way: no collection has to look at it again.
     gc.freeze()
@@ -85,8 +89,7 @@ if rank == 0:
 Numbers = dict[str, dict[str, np.ndarray]]
 pytestmark = pytest.mark.timeout(400)
 
-# The numbers of one process without kerasdist, by case; made as they are needed. And
-# those of compiled steps.
+# The numbers of one plain process, by case, and of its compiled steps; made as needed.
 _plain: Numbers = {}
 _compiled: Numbers = {}
 
@@ -165,7 +168,7 @@ INSIDE = {"made_and_compiled_outside"}
 # A batch size of `keras.Input` is that of each replica.
 FIXED_SIZES = {"stateful_rows"}
 # Loops whose gradients read lists, assertions, tables, batches of unequal lengths.
-COMPILED = ("recurrent", "masked_sequence", "slices_adam_clipnorm")
+COMPILED = ("recurrent", "masked_sequence", "slices_adam_clipnorm", "embedding")
 # Plain Keras can't compile them either; or losses are refused that mix rows.
 NOT_COMPILED = {
     "slices_of_sparse_input",
@@ -200,10 +203,9 @@ def layouts():
         (2, 1, 0, (*PLACED, "losses_of_one_number"), 0, "factors"),
         # Other shares of the rows in each epoch.
         (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
-        # Compiled by XLA, beside plain Keras's compiled steps; one worker of servers:
-        # asynchronous.
+        # Compiled by XLA, as the reference is; with one server asynchronous.
         (2, 1, 0, COMPILED, 0, "compiled"),
-        (1, 2, 0, ("accumulation_of_slices",), 0, "compiled"),
+        (1, 2, 0, ("accumulation_of_slices", "embedding"), 0, "compiled"),
         (2, 1, 2, PLACED, 0, "compiled"),
         (1, 1, 1, PLACED, 0, "compiled"),
     ]:
