@@ -60,6 +60,10 @@ __all__ = [
 class KerasDistError(Exception):
     """Base class of every error that kerasdist raises on purpose."""
 
+    # Keras raises an error with this mark as it is. Any other one that leaves a layer's
+    # `call` is made again from a message alone, as a `RuntimeError` if it takes more.
+    _keras_call_info_injected = True
+
 
 class ClusterError(KerasDistError, ValueError):
     """The cluster settings (`TF_CONFIG`, Slurm, `cluster=`) are wrong.

@@ -118,6 +118,9 @@ core
         keras.src.utils.traceback_utils._process_traceback_frames(tb)
     tracebacks.show_cause
         $BASE._symbolic_build(self, ...)
+    tracebacks.keep_own_error
+        $BASE._symbolic_build(self, ...)
+        keras.src.ops.operation.Operation.compute_output_spec(self, ...)
 placement
     placement.layers.init_layer
         $LAYER._initialize_tracker(self)

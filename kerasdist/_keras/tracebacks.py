@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kerasdist._tf.patching import Original
+from kerasdist.errors import KerasDistError
 from kerasdist.transport import log
 
 # Lines for the user, which the chief logs once.
@@ -64,6 +65,23 @@ def show_cause(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> A
         if cause is None:
             raise
         raise error.with_traceback(cause.__traceback__) from cause
+
+
+def keep_own_error(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Replace `compute_output_spec`: kerasdist's errors keep class and attributes.
+
+    Keras makes an error again, from a message alone, where a layer's `call` ends in it
+    while shapes are computed.
+    """
+    try:
+        return original(*args, **kwargs)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, KerasDistError):
+            cause = cause.__context__
+        if cause is None or cause is error:
+            raise
+        raise cause from None
 
 
 def _is_ours(frame: types.FrameType) -> bool:

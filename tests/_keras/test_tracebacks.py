@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kerasdist
-from kerasdist import _keras
+from kerasdist import _keras, errors
 
 X = np.ones((8, 3), "float32")
 Y = np.ones((8, 1), "float32")
@@ -20,6 +20,11 @@ def wrong_loss(y_true, y_pred):
 class Wrong(keras.layers.Layer):
     def call(self, inputs):
         return inputs + undefined  # noqa: F821
+
+
+class Losing(keras.layers.Layer):
+    def call(self, inputs):
+        raise errors.WorkerLost(1, "host1:1", 3, "it was killed")
 
 
 class Stopping(keras.callbacks.Callback):
@@ -37,6 +42,7 @@ CAUSES = {
     "loss": ({"loss": wrong_loss}, NameError, "wrong_loss"),
     # Of Keras's own: models in a strategy are built on shapes.
     "layer": ({"layers": [Wrong()]}, RuntimeError, "call"),
+    "lost": ({"layers": [Losing()]}, errors.WorkerLost, "call"),
     "callback": ({"callbacks": [Stopping()]}, OSError, "on_epoch_end"),
     "data": ({"y": Y[:7]}, ValueError, "check_data_cardinality"),
 }
@@ -86,4 +92,13 @@ def test_all_frames_are_shown_to_who_asks():
     assert {"fit", "symbolic_build", "compile_loss"} <= set(ours)
     # Hooks alone: what puts them around Keras's functions has no frames.
     assert "wrapper" not in ours
+    strategy.close()
+
+
+@pytest.mark.parametrize("given", [X, keras.Input((3,))], ids=["eager", "functional"])
+def test_a_lost_worker_is_not_made_another_error_by_a_layer(given):
+    with kerasdist.RingStrategy(["CPU:0"]).scope() as strategy:
+        with pytest.raises(errors.WorkerLost) as caught:
+            Losing()(given)
+    assert caught.value.rank == 1
     strategy.close()
