@@ -97,8 +97,8 @@ def test_all_frames_are_shown_to_who_asks():
 
 @pytest.mark.parametrize("given", [X, keras.Input((3,))], ids=["eager", "functional"])
 def test_a_lost_worker_is_not_made_another_error_by_a_layer(given):
-    with kerasdist.RingStrategy(["CPU:0"]).scope() as strategy:
-        with pytest.raises(errors.WorkerLost) as caught:
-            Losing()(given)
+    strategy = kerasdist.RingStrategy(["CPU:0"])
+    with strategy.scope(), pytest.raises(errors.WorkerLost) as caught:
+        Losing()(given)
     assert caught.value.rank == 1
     strategy.close()

@@ -3,14 +3,15 @@ import re
 
 from places import TESTS
 
-ROWS = re.findall(r"^\| ([^|]+) \| ([^|]*) \|", (TESTS / "README.md").read_text(), re.M)
-NAMED = sorted({test for _, cell in ROWS for test in re.findall(r"`([^`]+)`", cell)})
+PAGE = (TESTS / "README.md").read_text()
+ROWS = re.findall(r"^\| (.+) \| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
+NAMED = sorted({test for _, cell, _ in ROWS for test in re.findall(r"`([^`]+)`", cell)})
 
 
 def test_each_fault_has_a_real_test():
     faults = {
         fault: cell
-        for fault, cell in ROWS
+        for fault, cell, _ in ROWS
         if "---" not in fault and fault != "fault or promise"
     }
     assert len(faults) > 40
@@ -25,3 +26,5 @@ def test_they_are_there_and_not_left_to_the_soak_tests():
         assert len(found) == 1, named
         marks = [ast.unparse(mark) for mark in found[0].decorator_list]
         assert not any(m.startswith("pytest.mark.soak") for m in marks), named
+    beside = re.findall(r"`([\w/]+/test_\w+\.py)", "".join(row[2] for row in ROWS))
+    assert [file for file in beside if not (TESTS / file).exists()] == []

@@ -3,7 +3,7 @@ import pytest
 
 from kerasdist import errors
 from kerasdist.parameter_server import Layout, Variable
-from kerasdist.parameter_server.served_table import Table
+from kerasdist.parameter_server.served_table import Clocks, Table
 
 VARIABLES = [
     Variable(name="kernel", shape=(300, 400)),
@@ -53,3 +53,21 @@ def test_changes_that_do_not_fit_are_refused(place, part):
         table.check([*changes(1), np.zeros(1)])
     with pytest.raises(errors.ProtocolError, match=r"^The values don't fit"):
         table.load([])
+
+
+def test_clocks_never_go_back_and_those_of_lost_workers_are_forgotten():
+    clocks = Clocks(range(3), 1)
+    for rank, clock in ((0, 8), (0, 2), (1, 9), (5, 2)):
+        clocks.tick(rank, clock)
+    assert clocks.live == {0: 8, 1: 9, 2: 0}
+    assert not clocks.may_read(1, 9)
+    assert (clocks.drop(2), clocks.drop(2)) == (0, None)
+    assert clocks.may_read(1, 9)
+
+
+def test_a_joiner_begins_at_the_least_live_clock():
+    clocks = Clocks(range(2), 1)
+    clocks.tick(0, 8)
+    clocks.tick(1, 9)
+    assert (clocks.join(2), clocks.join(2, 4), clocks.join(7)) == (8, 4, 4)
+    assert Clocks([], None).join(0) == 0
