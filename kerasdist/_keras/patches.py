@@ -73,6 +73,9 @@ core
     training.weight_updates.sgd_step
         keras.src.optimizers.sgd.SGD.update_step(self, gradient, variable, \
             learning_rate)
+    training.weight_updates.adagrad_step
+        keras.src.optimizers.adagrad.Adagrad.update_step(self, gradient, variable, \
+            learning_rate)
     # Layers.
     training.optimizers.synchronized_moments
         $TENSORFLOW.{nn,ops.nn}._compute_moments_sync(x, axes, keepdims)

@@ -6,6 +6,8 @@ import pytest
 import tensorflow as tf
 from scripts import with_prelude
 
+import kerasdist
+from kerasdist._keras.context import setting
 from kerasdist._keras.training.weight_updates import (
     embedding_tables,
     moves_all_rows,
@@ -90,19 +92,46 @@ def test_tables_are_those_of_embedding_layers():
     assert [path.split("/")[-2:] for path in tables] == [["table", "embeddings"]]
 
 
-def test_threads_update_rows_in_the_same_order_on_all_workers():
+def test_rows_are_updated_in_the_same_order_on_all_workers_compiled_or_not():
     """TensorFlow's own updates give other last bits in most epochs of this job."""
     script = with_prelude("""
+from kerasdist._keras.training import weight_updates
+traced, original = [], weight_updates._update_compiled
+weight_updates._update_compiled = lambda *x: (traced.append(1), original(*x))[1]
 strategy = kerasdist.RingStrategy(timeout=60)
 rng = np.random.default_rng(0)
-x, y = rng.integers(0, 20_000, (2048, 20)), rng.integers(0, 10, 2048)
-for optimizer in (keras.optimizers.SGD(0.1), keras.optimizers.Adagrad(0.1)):
-    with strategy.scope():
-        m = keras.Sequential([
-            keras.Input((20,), dtype="int32"), keras.layers.Embedding(20_000, 64),
-            keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(10)])
-        m.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(True))
-    m.fit(x, y, batch_size=512, epochs=3, verbose=0)
+x, y = rng.integers(0, 20_000, (2000, 20)), rng.integers(0, 10, 2000)
+for kind in (keras.optimizers.SGD, keras.optimizers.Adagrad):
+    found = []
+    for weight_updates._LEAST_SLICES in (2048, 1 << 30):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            m = keras.Sequential([
+                keras.Input((20,), dtype="int32"), keras.layers.Embedding(20_000, 64),
+                keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(10)])
+            m.compile(kind(0.1), keras.losses.SparseCategoricalCrossentropy(True))
+        m.fit(x, y, batch_size=500, epochs=2, verbose=0)
+        found.append(m.get_weights()[0])
+    result([np.array_equal(*found), len(traced)])
 """)
     chief, _ = Workers(script, 2, env={"TF_NUM_INTRAOP_THREADS": "4"}).run()
     assert "differed between" not in chief.output
+    assert chief.results == [[True, 2], [True, 4]]  # Adagrad updates two tables
+
+
+def test_a_slice_outside_of_a_large_table_is_an_error():
+    strategy = kerasdist.RingStrategy(["CPU:0"])
+    optimizer, table = o.SGD(0.1), keras.Variable(np.zeros((300_000, 1), "float32"))
+
+    @tf.function
+    def step(indices):
+        with strategy.scope(), setting(reduced=True):
+            values = tf.ones([len(indices), 1])
+            slices = tf.IndexedSlices(values, indices, [300_000, 1])
+            optimizer.assign_sub(table.value, slices)
+
+    step(np.arange(5000))
+    assert np.array_equal(np.ravel(table) != 0, np.arange(300_000) < 5000)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="300000"):
+        step(np.full(5000, 300_000))
+    strategy.close()
