@@ -20,14 +20,14 @@ result(board.figures and dict(board.figures.compression))
 
 
 def test_bytes_before_and_after_and_the_norm_of_the_rest(tmp_path):
-    env = {"FOLDER": str(tmp_path)}
-    figures, _ = Workers(SCRIPT, 2, env=env, deadline=90).results()
-    # One matrix as two thin ones of two columns; the rest is sent as it is.
-    rest = 30 + 30 + 1
+    figures, _ = Workers(
+        SCRIPT, 2, env={"FOLDER": str(tmp_path)}, deadline=90
+    ).results()
+    rest = 30 + 30 + 1  # sent as it is, and one matrix as two thin ones of two columns
     assert figures["bytes_before"] == 4 * (40 * 30 + rest)
     assert figures["bytes_after"] == 4 * (2 * (40 + 30) + rest)
     assert figures["unsent_norm"] > 0
     board = Board(tmp_path / "scaling")
     for name, value in figures.items():
-        shown = series(board, f"compression/{name}")
-        assert shown[-1][1] == pytest.approx(value, rel=1e-6)
+        last = series(board, f"compression/{name}")[-1]
+        assert last[1] == pytest.approx(value, rel=1e-6)

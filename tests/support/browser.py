@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from places import ROOT
 from workers import TAG, kill_tagged, python_env
 
 _START = 60.0  # seconds until TensorBoard listens
-_SHOWN = 90  # seconds until a page shows what it should, see `bound`
 
 
 def need(reason: str | None, remedy: str) -> None:
@@ -48,7 +47,7 @@ def tensorboard_python() -> str:
     command = [sys.executable, "-c", "import tensorboard.default"]
     if subprocess.run(command, capture_output=True, check=False).returncode == 0:
         return sys.executable
-    python = ROOT / ".venv-viewers" / "bin" / "python"
+    python = ROOT / ".venv-viewers/bin/python"
     need(None if python.exists() else "TensorBoard doesn't start", "make viewers")
     return str(python)
 
@@ -108,14 +107,3 @@ def chromium(folder: Path) -> Iterator[Any]:
     finally:
         driver.quit()
         driver.service.stop()
-
-
-def wait_for(what: str, look: Callable[[], Any]) -> Any:
-    end = time.monotonic() + bound(_SHOWN)
-    while True:
-        found = look()
-        if found:
-            return found
-        if time.monotonic() > end:
-            pytest.fail(f"After {_SHOWN} s the page doesn't show {what}.")
-        time.sleep(0.2)  # a page tells nobody when it has drawn

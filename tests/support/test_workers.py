@@ -1,11 +1,9 @@
-import signal
-
 import psutil
 import pytest
 
 import workers
 from sessions import Session
-from workers import Workers, kill_tagged, python_env
+from workers import Workers, python_env
 
 HANG = """
     import signal
@@ -53,29 +51,6 @@ def test_succeed_shows_the_output_of_all_when_one_fails():
         Workers(script, 2) as job,
     ):
         job.succeed()
-
-
-def test_grandchildren_are_ended_on_exit_even_in_their_own_session():
-    script = """
-        import subprocess, sys
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import signal; signal.pause()"],
-            start_new_session=True)
-        print("RESULT", child.pid)
-    """
-    with Workers(script, 1) as job:
-        (worker,) = job.succeed()
-        assert psutil.pid_exists(worker.result)
-    # That it has ended: see `conftest.py`.
-
-
-def test_kill_tagged_finds_only_its_own_job():
-    with Workers(HANG, 1) as kept, Workers(HANG, 1) as killed:
-        killed.wait_for_line(0, "up")
-        (description,) = kill_tagged(killed.tag)
-        assert description.startswith(f"process {killed.processes[0].pid}: ")
-        assert killed.wait_one(0).returncode == -signal.SIGKILL
-        assert kept.is_running(0)
 
 
 def test_a_result_is_whole_whatever_other_threads_log():

@@ -8,7 +8,12 @@ import pytest
 from pace import bound
 
 
-def wait_until(condition: Callable[[], Any], what: object, within: float = 60) -> None:
+def wait_until(
+    condition: Callable[[], Any],
+    what: object,
+    within: float = 60,
+    every: float = 0.01,
+) -> None:
     """Looks often whether `condition()` holds; fails after `within` usual seconds."""
     within = bound(within)
     never = threading.Event()
@@ -16,4 +21,4 @@ def wait_until(condition: Callable[[], Any], what: object, within: float = 60) -
     while not condition():
         if time.monotonic() > end:
             pytest.fail(f"Waited {within} s for {what}.")
-        never.wait(0.01)
+        never.wait(every)

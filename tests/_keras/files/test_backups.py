@@ -4,6 +4,7 @@ import pytest
 from kerasdist._keras.file_writers import Backup, read_backup
 
 Kept = keras.callbacks.BackupAndRestore
+_OURS = '{"epoch": 1, "batch": 0, "kerasdist": {"steps": %d, "steps_of_epoch": %d}}'
 
 
 @pytest.mark.parametrize(
@@ -14,16 +15,8 @@ Kept = keras.callbacks.BackupAndRestore
         (4, '{"epoch": 1, "batch": 3}', Backup(restored=True, batches=4)),
         (1, '{"epoch": 1, "batch": 0}', Backup(restored=True, batches=1)),
         # Asynchronous workers: the chief's batch isn't how many there were.
-        (
-            1,
-            '{"epoch": 1, "batch": 0, "kerasdist": {"steps": 9, "steps_of_epoch": 3}}',
-            Backup(restored=True, steps=9, batches=3),
-        ),
-        (
-            "epoch",
-            '{"epoch": 1, "batch": 0, "kerasdist": {"steps": 6, "steps_of_epoch": 6}}',
-            Backup(restored=True, steps=6),
-        ),
+        (1, _OURS % (9, 3), Backup(restored=True, steps=9, batches=3)),
+        ("epoch", _OURS % (6, 6), Backup(restored=True, steps=6)),
         # Not there, not whole, or another's.
         (1, None, Backup()),
         (1, '{"epoch": 1, "ba', Backup()),

@@ -4,13 +4,14 @@ import re
 
 import pytest
 
-from browser import chromium, need_browser, tensorboard, tensorboard_python, wait_for
+from browser import chromium, need_browser, tensorboard, tensorboard_python
 from kerasdist.callbacks import summaries
 from kerasdist.callbacks.bottleneck import judge, to_markdown
 from kerasdist.callbacks.summaries import PHASES, Summaries, combine
 from kerasdist.prediction.noise import GradientNoise
 from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.machine import MachineUsage
+from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(170)
 
@@ -141,7 +142,7 @@ def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
                 for (_, *drawn), count in zip(found, expected.values(), strict=True)
             )
 
-        wait_for("lines in all charts", ready)
+        wait_until(ready, "lines in all charts", 90, every=2)  # looking takes long
         found = driver.execute_script(_CHARTS)
         for (title, count), (text, *drawn) in zip(expected.items(), found, strict=True):
             assert title in text
@@ -161,4 +162,4 @@ def test_the_page_shows_every_chart_and_the_verdict(tmp_path):
             )
             return headline in words and "rank 3 was lost" in words
 
-        wait_for("the verdict", told)
+        wait_until(told, "the verdict", 90, every=1)

@@ -11,11 +11,12 @@ import threading
 
 import pytest
 
-from browser import chromium, need, need_browser, wait_for
+from browser import chromium, need, need_browser
 from kerasdist.callbacks.trace_file import Execution, Record, processes, trace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
 from places import ROOT
+from waiting import wait_until
 
 VIEWERS = ROOT / ".venv-viewers"
 
@@ -111,13 +112,11 @@ def test_perfetto(tmp_path):
     (tmp_path / "many.json").write_text(json.dumps(found))
     with chromium(tmp_path) as driver, perfetto(tmp_path / "many.json") as address:
         driver.get(address)
-        wait_for(
-            "a trace",
-            lambda: driver.execute_script(
-                "return !!(self.app && app.trace && app.trace.workspaces"
-                " && app.trace.workspaces.currentWorkspace.children.length)"
-            ),
+        shown = (
+            "return !!(self.app && app.trace && app.trace.workspaces"
+            " && app.trace.workspaces.currentWorkspace.children.length)"
         )
+        wait_until(lambda: driver.execute_script(shown), "a trace", 90, every=1)
         assert driver.execute_async_script(_QUERY, _FAULTS) == []
         ((count,),) = driver.execute_async_script(_QUERY, _COUNT)
         ranks = driver.execute_script(_RANKS)

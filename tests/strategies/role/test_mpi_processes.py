@@ -19,10 +19,7 @@ SERVERS = r"^ParameterServerStrategy can't connect 4 .*`kerasdist run -n 4 --ps 
     [
         (lambda: kerasdist.ParameterServerStrategy("sync"), ClusterError, SERVERS),
         (lambda: kerasdist.ParameterServerStrategy("async"), ClusterError, SERVERS),
-        (
-            lambda: kerasdist.ModelParallelStrategy({}),
-            *(ClusterError, r"^ModelParallelStrategy can't connect 4 "),
-        ),
+        (lambda: kerasdist.ModelParallelStrategy({}), ClusterError, r"^ModelParallelS"),
         (
             lambda: kerasdist.RingStrategy(elastic=True),
             *(ValueError, "transport='mpi', whose group of processes"),
