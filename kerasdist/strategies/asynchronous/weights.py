@@ -112,6 +112,8 @@ class SharedRows:
         for variable in self._copies:
             with tf.device(variable.device):
                 variable.scatter_update(tf.IndexedSlices(rows, indices))
+                # Or the next lookup copies the table, as after an optimizer's update.
+                tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
 
     def differing(self) -> npt.NDArray[np.int64]:
         """Return the indices of the rows that differ from those last received."""

@@ -69,9 +69,10 @@ x = rng.integers(0, 4000, size=640).astype("int32") // 3
 digests = Digests()
 m.fit(x, batch_size=32, epochs=3, verbose=0, callbacks=[digests])
 expected = np.bincount(x, minlength=4000)[:, None] * np.full(8, 3.0)
-table = client.tables[-1]
-result([[d for d, _ in digests.found], table.layout.variables[0].sparse,
-        float(np.abs(m.get_weights()[0] - expected).max())])
+copy = strategy.extended.workers.copies(m.table.embeddings.value)[0]
+shared = np.shares_memory(*(copy.read_value()._numpy() for _ in "ab"))
+result([[d for d, _ in digests.found], client.tables[-1].layout.variables[0].sparse,
+        shared, float(np.abs(m.get_weights()[0] - expected).max())])
 """
 
 
@@ -86,10 +87,10 @@ result([[d for d, _ in digests.found], table.layout.variables[0].sparse,
 def test_no_change_of_any_worker_is_missing_or_there_twice(run, options):
     """Steps of 1 and sums of whole numbers: all of them are exact."""
     results = run(COUNTING, **{"constraint": None, **options})
-    for digests, sparse, error in results:
+    for digests, sparse, read_without_copy, error in results:
         assert digests == results[0][0]
         assert len(set(digests)) == 3
-        assert sparse
+        assert sparse and read_without_copy
         assert error == 0
 
 
