@@ -132,10 +132,10 @@ def _is_on_cpu(table: Any) -> bool:
 
 # Many slices of a large table, updated by a loop that XLA compiles.
 #
-# It makes the same sums in the same order as TensorFlow's operations, which take 0.2 to
-# 0.4 microseconds for a slice of 64 floats, in a fifth of the time. XLA compiles again
-# for each number of slices, which takes 0.1 s. So it gets the largest of the eight
-# numbers between two powers of two; the rest, an eighth at the most, is TensorFlow's.
+# It makes the same sums in the same order as TensorFlow's operations, in a fraction of
+# the time (`benchmarks/row_updates`). XLA compiles again for each number of slices,
+# which takes 0.1 s. So it gets the largest of the eight numbers between two powers of
+# two; the rest, an eighth at the most, is TensorFlow's.
 
 _LEAST_SLICES = 2048
 _LEAST_BYTES = 1 << 20
