@@ -59,8 +59,9 @@ def measure(case: tuple[str, int, int, int], calls: int) -> dict[str, Any]:
         return step, variable
 
     samples: dict[str, list[float]] = {"Keras": [], "kerasdist": []}
+    # Outside of the scope: plain variables, as an update of one replica gets them.
+    ways = {way: made(ours=way == "kerasdist") for way in samples}
     with strategy.scope():
-        ways = {way: made(ours=way == "kerasdist") for way in samples}
         for _ in range(calls + 1):
             indices = tf.constant(rng.integers(0, rows, count))
             values = tf.constant(rng.normal(size=(count, width)).astype("float32"))
