@@ -112,7 +112,7 @@ def _update_rows(
     if hooks is None or not _is_on_cpu(table):
         return original(optimizer, variable, value)
     if _is_large(table) and tf.inside_function() and not _tf.in_parts():
-        value = _update_compiled(update, table, value)
+        value = update_compiled(update, table, value)
     if not hooks.updates_alike:
         return original(optimizer, variable, value)
     return update(
@@ -137,7 +137,7 @@ def _is_on_cpu(table: Any) -> bool:
 # which takes 0.1 s. So it gets the largest of the eight numbers between two powers of
 # two; the rest, an eighth at the most, is TensorFlow's.
 
-_LEAST_SLICES = 2048
+LEAST_SLICES = 2048
 _LEAST_BYTES = 1 << 20
 
 
@@ -146,7 +146,7 @@ def _is_large(table: Any) -> bool:
     return bool(size >= _LEAST_BYTES and table.dtype in (tf.float32, tf.float64))
 
 
-def _update_compiled(update: Callable[..., Any], table: Any, slices: Any) -> Any:
+def update_compiled(update: Callable[..., Any], table: Any, slices: Any) -> Any:
     """Update rows of a table by the first slices, compiled; return the other slices."""
 
     @tf.function(jit_compile=True, autograph=False)
@@ -163,7 +163,7 @@ def _update_compiled(update: Callable[..., Any], table: Any, slices: Any) -> Any
     length = tf.shape(indices)[0]
     # XLA leaves out slices outside of the table, TensorFlow raises an error.
     inside = tf.reduce_all((indices >= 0) & (indices < table.shape[0]))
-    count = tf.cond((length >= _LEAST_SLICES) & inside, update_some, lambda: 0)
+    count = tf.cond((length >= LEAST_SLICES) & inside, update_some, lambda: 0)
     return tf.IndexedSlices(values[count:], indices[count:], slices.dense_shape)
 
 

@@ -96,14 +96,14 @@ def test_rows_are_updated_in_the_same_order_on_all_workers_compiled_or_not():
     """TensorFlow's own updates give other last bits in most epochs of this job."""
     script = with_prelude("""
 from kerasdist._keras.training import weight_updates
-traced, original = [], weight_updates._update_compiled
-weight_updates._update_compiled = lambda *x: (traced.append(1), original(*x))[1]
+traced, original = [], weight_updates.update_compiled
+weight_updates.update_compiled = lambda *x: (traced.append(1), original(*x))[1]
 strategy = kerasdist.RingStrategy(timeout=60)
 rng = np.random.default_rng(0)
 x, y = rng.integers(0, 20_000, (2000, 20)), rng.integers(0, 10, 2000)
 for kind in (keras.optimizers.SGD, keras.optimizers.Adagrad):
     found = []
-    for weight_updates._LEAST_SLICES in (2048, 1 << 30):
+    for weight_updates.LEAST_SLICES in (2048, 1 << 30):
         keras.utils.set_random_seed(1)
         with strategy.scope():
             m = keras.Sequential([
@@ -121,13 +121,13 @@ for kind in (keras.optimizers.SGD, keras.optimizers.Adagrad):
 
 def test_a_slice_outside_of_a_large_table_is_an_error():
     strategy = kerasdist.RingStrategy(["CPU:0"])
-    table = keras.Variable(np.zeros((300_000, 1), "float32"))
+    optimizer, table = o.SGD(0.1), keras.Variable(np.zeros((300_000, 1), "float32"))
 
     @tf.function
     def step(indices):
         with strategy.scope(), setting(reduced=True):
             slices = tf.IndexedSlices(tf.ones([5000, 1]), indices, [300_000, 1])
-            o.SGD(0.1).assign_sub(table.value, slices)
+            optimizer.assign_sub(table.value, slices)
 
     step(np.arange(5000))
     assert np.array_equal(np.ravel(table) != 0, np.arange(300_000) < 5000)
