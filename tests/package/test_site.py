@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 
 import kerasdist
-from browser import chromium, need, need_browser, wait_for
+from browser import chromium, need, need_browser
 from pace import bound
 from places import ROOT
+from waiting import wait_until
 
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
+_PICTURE = """
+const image = document.querySelector('article img');
+return image && image.complete && image.naturalWidth > 0;
+"""
 
 
 @pytest.fixture(scope="module")
@@ -86,13 +91,7 @@ def test_the_start_page_in_a_browser(site, tmp_path):
                 "Emulation.setDeviceMetricsOverride", {**size, "deviceScaleFactor": 1}
             )
             driver.get(f"{address}/index.html")
-            wait_for(
-                "its picture",
-                lambda: driver.execute_script(
-                    "const image = document.querySelector('article img');"
-                    "return image && image.complete && image.naturalWidth > 0;"
-                ),
-            )
+            wait_until(lambda: driver.execute_script(_PICTURE), "its picture", 90)
             shown, whole = driver.execute_script(
                 "const page = document.scrollingElement;"
                 "return [page.clientWidth, page.scrollWidth];"
