@@ -122,7 +122,6 @@ core
     tracebacks.show_cause
         $BASE._symbolic_build(self, ...)
     tracebacks.keep_own_error
-        $BASE._symbolic_build(self, ...)
         keras.src.ops.operation.Operation.compute_output_spec(self, ...)
 placement
     placement.layers.init_layer

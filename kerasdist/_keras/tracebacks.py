@@ -56,7 +56,8 @@ def show_cause(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> A
     """Replace `_symbolic_build`: its error ends in the line that has failed.
 
     Keras builds a model in a strategy by calling it on shapes, and keeps only the text
-    of an error that is raised there, without the line.
+    of an error that is raised there, without the line. Errors of kerasdist stay as they
+    are.
     """
     try:
         return original(trainer, *args, **kwargs)
@@ -64,6 +65,8 @@ def show_cause(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> A
         cause = error.__context__
         if cause is None:
             raise
+        if isinstance(cause, KerasDistError):
+            raise cause from None
         raise error.with_traceback(cause.__traceback__) from cause
 
 
@@ -76,12 +79,10 @@ def keep_own_error(original: Original, *args: Any, **kwargs: Any) -> Any:
     try:
         return original(*args, **kwargs)
     except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, KerasDistError):
-            cause = cause.__context__
-        if cause is None or cause is error:
-            raise
-        raise cause from None
+        # The direct one only: what a script raises in its place is the script's.
+        if isinstance(error.__context__, KerasDistError):
+            raise error.__context__ from None
+        raise
 
 
 def _is_ours(frame: types.FrameType) -> bool:

@@ -238,6 +238,15 @@ def of_tensorflow(variable: Any) -> Any:
     return variable if callable(value) else value
 
 
+def share_reads(variable: Any) -> None:
+    """Let reads share a variable's memory again, after an update of some of its rows.
+
+    That makes TensorFlow copy the whole variable at each read from then on. The next
+    update of rows copies it only if a tensor still shares its memory.
+    """
+    tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+
+
 def is_distributed(variable: Any) -> bool:
     """Return whether a variable has a copy on each of a strategy's devices."""
     return isinstance(variable, tf.distribute.DistributedValues)

@@ -37,7 +37,7 @@ from kerasdist._keras.learning_rate import (
 )
 from kerasdist._keras.placement.layers import placer_of
 from kerasdist._keras.protocols import KerasHooks, current_hooks, hooks_of, timer_of
-from kerasdist._keras.training.weight_updates import share_reads, touched_rows
+from kerasdist._keras.training.weight_updates import share_tables, touched_rows
 from kerasdist._keras.unscoped_models import (
     apply_on_all,
     build_only,
@@ -356,7 +356,7 @@ def apply(
         with setting(reduced=True, window=window, scale=scale):
             result = original(optimizer, reduced, trainable_variables)
         if hooks.workers.local_replicas == 1:
-            share_reads(reduced, trainable_variables or _variables_of(optimizer))
+            share_tables(reduced, trainable_variables or _variables_of(optimizer))
         return result
 
     if current.late is not None and current.late(reduce, update):

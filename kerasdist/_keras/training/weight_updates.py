@@ -17,7 +17,7 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.patching import Original
-from kerasdist._tf.variables import current_facets, of_tensorflow
+from kerasdist._tf.variables import current_facets, of_tensorflow, share_reads
 
 # SGD updates that read a gradient once, and write only the variables.
 #
@@ -194,14 +194,11 @@ def adagrad_step(
 
 # Tables that are read without being copied.
 #
-# An update of some rows (`IndexedSlices`) makes TensorFlow copy the whole table at each
-# read from then on: a reader might hold the memory during the next update. The lookup
-# of an embedding drops it in the same step. `DisableCopyOnRead` makes reads share the
-# memory again. The next update of rows copies the table only if a tensor still shares
-# it, so no number changes.
+# The lookup of an embedding drops what it has read in the same step, so the next update
+# of rows finds nothing that shares the table's memory. No number changes.
 
 
-def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+def share_tables(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Let the next step read the tables of which rows were updated without a copy.
 
     Call it after the update, in a step of one replica.
@@ -216,7 +213,7 @@ def share_reads(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         if isinstance(gradient, tf.IndexedSlices):
             (table,) = _tf.local_results(of_tensorflow(variable))
             if isinstance(table, tf.Variable):
-                tf.raw_ops.DisableCopyOnRead(resource=table.handle)
+                share_reads(table)
 
 
 # The rows of a table that an optimizer moves in a step.

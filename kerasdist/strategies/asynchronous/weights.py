@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from kerasdist._tf.variables import share_reads
 from kerasdist.collectives.fused_buffer import BufferPool
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.parameter_server import Change, Pulled, Rows, Variable
@@ -112,8 +113,7 @@ class SharedRows:
         for variable in self._copies:
             with tf.device(variable.device):
                 variable.scatter_update(tf.IndexedSlices(rows, indices))
-                # Or the next lookup copies the table, as after an optimizer's update.
-                tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+                share_reads(variable)
 
     def differing(self) -> npt.NDArray[np.int64]:
         """Return the indices of the rows that differ from those last received."""
