@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import runpy
 import signal
 import socket
 import stat
@@ -22,7 +23,7 @@ import pytest
 from hosts import Hosts
 from kerasdist.transport.memory import SEGMENT_NAME
 from pace import bound, calibrate, slowness
-from workers import WARM
+from workers import STARTUP, WARM
 
 # Before anything imports TensorFlow.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -30,8 +31,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 # What pytest makes of asserts is kept for the next run, whatever the environment says:
 # it takes each process that runs tests as long as the import of TensorFlow.
 sys.dont_write_bytecode = False
-# Keras without its wrappers of scikit-learn: a fifth of the import.
-sys.modules.setdefault("sklearn", None)
+# As in all processes that tests start.
+runpy.run_path(str(STARTUP / "sitecustomize.py"))
 
 # The same examples in each run, and none that depends on how fast the machine is.
 hypothesis.settings.register_profile(

@@ -167,8 +167,8 @@ WHOLE_BATCHES = {
 INSIDE = {"made_and_compiled_outside"}
 # A batch size of `keras.Input` is that of each replica.
 FIXED_SIZES = {"stateful_rows"}
-# Loops whose gradients read lists, assertions, tables, batches of unequal lengths.
-COMPILED = ("recurrent", "masked_sequence", "slices_adam_clipnorm", "embedding")
+# Loops whose gradients read lists, and tables.
+COMPILED = ("recurrent", "slices_adam_clipnorm")
 # Plain Keras can't compile them either; or losses are refused that mix rows.
 NOT_COMPILED = {
     "slices_of_sparse_input",
@@ -190,7 +190,7 @@ def layouts():
         (1, 1, 0, ("all_of_it", *PLACED)),
         (3, 1, 0, ODD),
         (4, 1, 0, (*ODD, *PLACED)),
-        (2, 2, 0, (*SUMS, *MIXED)),
+        (2, 2, 0, (*SUMS, "state_of_layers")),
         (
             2,
             1,
@@ -200,12 +200,12 @@ def layouts():
         # One replica per worker, whose layers are on two devices; micro-batches.
         (2, 2, 0, (*PLACED, "slices_adagrad"), 2),
         # Factors of gradients in place of gradients.
-        (2, 1, 0, (*PLACED, "losses_of_one_number"), 0, "factors"),
+        (2, 1, 0, PLACED, 0, "factors"),
         # Other shares of the rows in each epoch.
         (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
         # Compiled by XLA, as the reference is; with one server asynchronous.
         (2, 1, 0, COMPILED, 0, "compiled"),
-        (1, 2, 0, ("accumulation_of_slices", "embedding"), 0, "compiled"),
+        (1, 2, 0, ("embedding",), 0, "compiled"),
         (2, 1, 2, PLACED, 0, "compiled"),
         (1, 1, 1, PLACED, 0, "compiled"),
     ]:

@@ -90,10 +90,10 @@ def chromium(folder: Path) -> Iterator[Any]:
     for argument in (
         "--headless=new",
         "--no-sandbox",  # the tests may be root's
-        "--disable-gpu",
+        "--disable-gpu", "--force-prefers-reduced-motion",
         "--disable-dev-shm-usage",
         "--disable-background-networking",
-        "--window-size=1500,1500",
+        "--window-size=500,400",
         f"--user-data-dir={folder / 'profile'}",
     ):
         options.add_argument(argument)

@@ -11,12 +11,10 @@ import pytest
 import warm
 from workers import WARM, Workers
 
-# Scripts that import TensorFlow are run by forks; of Keras without scikit-learn.
+# Scripts that import TensorFlow are run by forks.
 IMPORT = """
 import sys
-sys.modules["sklearn"] = None
 import keras, tensorflow
-del sys.modules["sklearn"]
 from kerasdist import ModelParallelStrategy, ParameterServerStrategy, RingStrategy
 """
 

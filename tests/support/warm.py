@@ -3,8 +3,9 @@
 The import takes 2 s of CPU, most of what a small job takes at all. So a process that
 has done it once (`warm_process.py`) forks the workers. Such a worker differs from one
 that is started cold only in that the two, and kerasdist's strategies, are imported
-already; it has its own session, environment, arguments, folder, output and random
-numbers, and ends like any other.
+already, and that operations of its graphs don't know where they were made; it has its
+own session, environment, arguments, folder, output and random numbers, and ends like
+any other.
 
 Even ranks have one warm process and odd ranks another: as in reality the two have
 different hashes of strings, hence orders of sets, and different addresses.
@@ -46,7 +47,7 @@ _FORK = 30.0
 # What the interpreter, the C library, TensorFlow and Keras look at when they are
 # started, loaded and imported: with other values a worker has to be started cold.
 _IMPORT_TIME = re.compile(
-    r"PYTHON|LD_|MALLOC_|GLIBC_|LANG|LC_|TZ|HOME$|PATH$|TMPDIR$|TF2?_(?!CONFIG$)"
+    r"PYTHON|LD_|MALLOC_|GLIBC_|LANG|LC_|TZ|HOME$|PATH$|TMPDIR$|TF2?_(?!CONFIG$|NUM_)"
     r"|KERAS_|HDF5_|OMP_|OPENBLAS_|MKL_|KMP_|CUDA|TPU_|XLA_|NUMPY_|NPY_|GRPC_"
     r"|PROTOCOL_BUFFERS"
 )

@@ -41,15 +41,15 @@ def main() -> None:
     # First, hence the last at the end.
     kept: list[str] = []
     atexit.register(_forget, kept)
-    # A fifth of the import is scikit-learn's, for wrappers of Keras that nobody needs;
-    # a script that imports it gets it all the same.
-    sys.modules["sklearn"] = None
     gc.disable()  # a sixth of it is collections, which find nothing
     import keras  # noqa: F401
     import tensorflow  # noqa: F401
+    from tensorflow.python.util import tf_stack
 
-    del sys.modules["sklearn"]
-
+    # Each operation of a graph keeps its caller's whole stack, for messages: a seventh
+    # of a small job. Here all keep this one.
+    here = tf_stack.extract_stack()
+    tf_stack.extract_stack = lambda stacklevel=1: here  # noqa: ARG005
     # 150 modules, which take a worker of a small job a fifth of its time. The import
     # changes nothing of Keras and TensorFlow: the first strategy does.
     from kerasdist import (  # noqa: F401
