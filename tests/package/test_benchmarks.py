@@ -87,7 +87,7 @@ BENCHMARKS = {
             *("local_steps", "balance", "overlap", "server_throughput", "pipeline"),
             *("placement_memory", "planning_time", "chief_data", "epoch_check"),
             *("local_replicas", "board_cost", "tuning", "prediction", "advice"),
-            *("warm_up", "row_updates"),
+            *("warm_up", "row_updates", "versions"),
         )
     },
     "all_reduce": ["--columns", "memcpy", "shared_memory", "tcp"],

@@ -90,7 +90,8 @@ def chromium(folder: Path) -> Iterator[Any]:
     for argument in (
         "--headless=new",
         "--no-sandbox",  # the tests may be root's
-        "--disable-gpu", "--force-prefers-reduced-motion",
+        "--disable-gpu",
+        "--force-prefers-reduced-motion",
         "--disable-dev-shm-usage",
         "--disable-background-networking",
         "--window-size=500,400",
