@@ -31,8 +31,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 # What pytest makes of asserts is kept for the next run, whatever the environment says:
 # it takes each process that runs tests as long as the import of TensorFlow.
 sys.dont_write_bytecode = False
-# As in all processes that tests start.
-runpy.run_path(str(STARTUP / "sitecustomize.py"))
+runpy.run_path(str(STARTUP / "sitecustomize.py"))  # as in all processes
 
 # The same examples in each run, and none that depends on how fast the machine is.
 hypothesis.settings.register_profile(

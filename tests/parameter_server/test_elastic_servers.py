@@ -42,10 +42,7 @@ def test_a_lost_worker_joins_again():
     assert [server.result[0] for server in finished[3:]] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize(
-    ("signum", "victim"),
-    [(KILL, 3), soak(signal.SIGSTOP, 2)],
-)
+@pytest.mark.parametrize(("signum", "victim"), [(KILL, 3), soak(signal.SIGSTOP, 2)])
 def test_the_other_servers_go_on_without_a_lost_one(signum, victim):
     with start(2, 3, waits=10, until="change", heartbeat=bound(0.5)) as job:
         job.wait_for_lines("WAITS", 2)

@@ -5,12 +5,7 @@ import dataclasses
 import pytest
 
 from kerasdist.prediction.advice import Facts, advise
-from kerasdist.prediction.profile import (
-    HostLink,
-    Profile,
-    Stages,
-    all_reduces_of,
-)
+from kerasdist.prediction.profile import HostLink, Profile, Stages, all_reduces_of
 from kerasdist.prediction.simulation import Setup, predict
 
 FAST, SLOW = HostLink(1e-5, 1e-10), HostLink(1e-4, 1e-6)

@@ -5,12 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kerasdist.prediction.noise import (
-    GradientNoise,
-    GradientNorms,
-    add_norms,
-    noise_of,
-)
+from kerasdist.prediction.noise import GradientNoise, GradientNorms, add_norms, noise_of
 
 
 @pytest.mark.parametrize(

@@ -87,16 +87,13 @@ def chromium(folder: Path) -> Iterator[Any]:
 
     options = Options()
     options.binary_location = shutil.which("chromium")
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",  # the tests may be root's
-        "--disable-gpu",
-        "--force-prefers-reduced-motion",
-        "--disable-dev-shm-usage",
-        "--disable-background-networking",
-        "--window-size=500,400",
-        f"--user-data-dir={folder / 'profile'}",
-    ):
+    # The tests may be root's. A small page on which nothing moves is drawn quickly.
+    switches = (
+        "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage "
+        "--disable-background-networking --force-prefers-reduced-motion "
+        "--window-size=500,400"
+    )
+    for argument in (*switches.split(), f"--user-data-dir={folder / 'profile'}"):
         options.add_argument(argument)
     driver = webdriver.Chrome(
         options=options, service=Service(shutil.which("chromedriver"))

@@ -9,10 +9,7 @@ from pace import bound
 
 
 def wait_until(
-    condition: Callable[[], Any],
-    what: object,
-    within: float = 60,
-    every: float = 0.01,
+    condition: Callable[[], Any], what: object, within: float = 60, every: float = 0.01
 ) -> None:
     """Looks often whether `condition()` holds; fails after `within` usual seconds."""
     within = bound(within)

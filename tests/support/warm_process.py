@@ -49,7 +49,7 @@ def main() -> None:
     # Each operation of a graph keeps its caller's whole stack, for messages: a seventh
     # of a small job. Here all keep this one.
     here = tf_stack.extract_stack()
-    tf_stack.extract_stack = lambda stacklevel=1: here  # noqa: ARG005
+    tf_stack.extract_stack = lambda stacklevel=1: here
     # 150 modules, which take a worker of a small job a fifth of its time. The import
     # changes nothing of Keras and TensorFlow: the first strategy does.
     from kerasdist import (  # noqa: F401

@@ -200,12 +200,7 @@ SAID = [
         ["are awaited, from a disk (2 MB/s) or a network"],
         ["one core"],
     ),
-    (
-        figures(compute=50, input=45, machines=machines(6)),
-        "input",
-        [],
-        ["core"],
-    ),
+    (figures(compute=50, input=45, machines=machines(6)), "input", [], ["core"]),
     (
         figures(
             compute=50,
