@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import runpy
 import signal
 import socket
 import stat
@@ -19,11 +18,12 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+import sitecustomize  # noqa: F401  # as in all processes that tests start
 
 from hosts import Hosts
 from kerasdist.transport.memory import SEGMENT_NAME
 from pace import bound, calibrate, slowness
-from workers import STARTUP, WARM
+from workers import WARM
 
 # Before anything imports TensorFlow.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -31,7 +31,6 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 # What pytest makes of asserts is kept for the next run, whatever the environment says:
 # it takes each process that runs tests as long as the import of TensorFlow.
 sys.dont_write_bytecode = False
-runpy.run_path(str(STARTUP / "sitecustomize.py"))  # as in all processes
 
 # The same examples in each run, and none that depends on how fast the machine is.
 hypothesis.settings.register_profile(

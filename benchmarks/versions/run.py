@@ -1,6 +1,6 @@
 """Two versions of kerasdist, measured in turns on the same machine.
 
-    make bench-versions BENCH_ARGS="--before a7f7a9d"
+    make bench-versions BENCH_ARGS="--before COMMIT"
 
 Both are installed from commits of this repository into folders of their own; the
 version of after is the last commit. Of each round the ratio of after to before counts.
@@ -38,12 +38,12 @@ UNITS = {"resident": (1e-6, "MB"), "first_step": (1.0, "s")}
 def install(commit: str, folder: Path) -> None:
     source = folder / "source"
     clone = ["git", "clone", "--quiet", "--no-checkout", ROOT, source]
-    subprocess.run(clone, check=True)
+    subprocess.run(clone, check=True, timeout=300)
     checkout = ["git", "-C", source, "checkout", "--quiet", commit]
-    subprocess.run(checkout, check=True)
+    subprocess.run(checkout, check=True, timeout=300)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     pip += ["--no-build-isolation", "--target", str(folder / "package"), str(source)]
-    subprocess.run(pip, check=True, capture_output=True)
+    subprocess.run(pip, check=True, timeout=300, capture_output=True)
 
 
 def results(package: Path, *command: str | Path) -> list[str]:
@@ -82,9 +82,17 @@ def measure(package: Path, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--before", default="HEAD", help="a commit (default: the last)")
+    parser.add_argument(
+        "--before", default="a7f7a9d", help="a commit (default: %(default)s)"
+    )
     parser.add_argument("--repeats", type=int, default=9)
     options = parser.parse_args()
+    known = ["git", "-C", ROOT, "cat-file", "-e", f"{options.before}^{{commit}}"]
+    if subprocess.run(known, stderr=subprocess.DEVNULL, check=False).returncode:
+        parser.error(
+            "--before must be a commit of this clone. Received: --before "
+            f"{options.before}. A shallow clone gets all by `git fetch --unshallow`."
+        )
     rounds = 1 if options.quick else options.repeats
     report = Report(
         f"{options.before} and the last commit, two workers on two cores",

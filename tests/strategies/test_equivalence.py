@@ -205,7 +205,7 @@ def layouts():
         (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
         # Compiled by XLA, as the reference is; with one server asynchronous.
         (2, 1, 0, COMPILED, 0, "compiled"),
-        (1, 2, 0, ("embedding",), 0, "compiled"),
+        (1, 2, 0, ("accumulation_of_slices", "embedding"), 0, "compiled"),
         (2, 1, 2, PLACED, 0, "compiled"),
         (1, 1, 1, PLACED, 0, "compiled"),
     ]:

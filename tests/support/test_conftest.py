@@ -71,7 +71,6 @@ def clean_up():
 @pytest.mark.netns
 def test_what_is_left_behind_fails_the_test_and_is_named(tmp_path):
     shutil.copy(TESTS / "conftest.py", tmp_path)
-    shutil.copytree(SUPPORT / "startup", tmp_path / "startup")
     for name in ("closing", "hosts", "pace", "warm", "workers"):
         shutil.copy(SUPPORT / f"{name}.py", tmp_path)
     (tmp_path / "test_bad.py").write_text(BAD)

@@ -11,7 +11,6 @@ import pytest
 import warm
 from workers import WARM, Workers
 
-# Scripts that import TensorFlow are run by forks.
 IMPORT = """
 import sys
 import keras, tensorflow

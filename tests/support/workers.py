@@ -69,10 +69,10 @@ _PART = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _PORTS = range(20000 + _PART % 8, 32000, 8)
 # Elsewhere than another run of the tests, whose number is the next one.
 _next_port = itertools.count(os.getpid() * 397 % len(_PORTS))
-STARTUP = Path(__file__).with_name("startup")  # begun with by all processes
+_STARTUP = Path(__file__).with_name("startup")  # begun with by all processes
 _paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-if str(STARTUP) not in _paths:  # with `pytest -n` it is already
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTUP), *_paths]))
+if str(_STARTUP) not in _paths:  # with `pytest -n` it is already
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), *_paths]))
 # Before anything was imported, or a test has begun, that changes it.
 _SURROUNDINGS = dict(os.environ)
 # `print` writes its arguments one by one, and a log line of another thread may get

@@ -49,8 +49,8 @@ for kind in sys.argv[2:]:
         given = keras.Input((4,), name="in")
         hidden = PerRow()(keras.layers.Dense(3)(given))
         model = keras.Model(given, keras.layers.Dense(1)(hidden))
-        compiled = kind in ("distributed", "arrays")
-        model.compile(keras.optimizers.SGD(0.01, 0.9), "mse", jit_compile=compiled)
+        adam, compiled = keras.optimizers.Adam(0.01), kind in ("distributed", "arrays")
+        model.compile(adam, "mse", metrics=["mae"], jit_compile=compiled)
     if size > 1 and not values:
         result(refused(lambda: model.fit(x + rank, y, batch_size=8, verbose=0)))
     fitted = model.fit(

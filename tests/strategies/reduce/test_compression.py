@@ -40,7 +40,7 @@ def train(optimizer=None, compile={}, epochs=2, **options):
     strategy = kerasdist.RingStrategy(timeout=60, **options)
     with strategy.scope():
         m = model()
-        optimizer = (optimizer or (lambda: keras.optimizers.SGD(0.05)))()
+        optimizer = keras.optimizers.Adam() if optimizer is None else optimizer()
         m.compile(optimizer, "binary_crossentropy", **compile)
     sent = 0
     history = m.fit(x, y, batch_size=16, epochs=epochs, verbose=0)
@@ -67,6 +67,7 @@ results = {
     ),
     "topk": train(compression=kerasdist.TopK(ratio=0.02)),
     "topk momentum": train(
+        lambda: keras.optimizers.SGD(0.05),
         compression=kerasdist.TopK(ratio=1.0, momentum=0.9),
         compile={"jit_compile": True},
     ),

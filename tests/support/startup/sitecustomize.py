@@ -12,9 +12,10 @@ class _WithoutExtras:
     def find_spec(self, name, path=None, target=None):
         if name in ("IPython", "matplotlib", "pandas", "sklearn"):
             frame = sys._getframe(1)
-            while "importlib" in frame.f_code.co_filename:
+            while frame.f_back and "importlib" in frame.f_code.co_filename:
                 frame = frame.f_back
-            if frame.f_globals["__name__"].startswith(("keras.", "tensorflow.")):
+            importer = str(frame.f_globals.get("__name__"))
+            if importer.startswith(("keras.", "tensorflow.")):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
