@@ -21,8 +21,8 @@ import socket
 import sys
 import time
 
-from kerasdist.transport import Timeouts
 from kerasdist.transport.base import Connection, Peer
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.framing import HEADER_BYTES, Call, FrameType
 from kerasdist.transport.handshake import TAG_BYTES, FrameAuthenticator
 from kerasdist.transport.liveness.failure_detector import FailureDetector

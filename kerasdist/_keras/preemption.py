@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -30,10 +30,12 @@ from kerasdist._keras.elastic.finished_calls import fits_of, unfit
 from kerasdist._keras.elastic.step import ContinuableStep, summed_metrics
 from kerasdist._keras.elastic.training_state import CheckpointFile, DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
-from kerasdist.collectives.elastic.termination import Leaving, end_process, flush_output
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import SnapshotError
 from kerasdist.transport import log
+
+if TYPE_CHECKING:
+    from kerasdist.collectives.elastic.termination import Leaving
 
 # The train function of a job of one worker, which the next start may continue.
 
@@ -158,8 +160,7 @@ class Departure:
             for callback in current.callbacks:
                 flush_board(callback)
             self._hooks.workers.job.close()
-            flush_output()
-            end_process()
+            leaving.end_process()
 
 
 def leave_after_training(

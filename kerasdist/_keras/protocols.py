@@ -10,14 +10,16 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import tensorflow as tf
 
 from kerasdist._tf.variables import facets_of
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.elastic.communicator import ElasticCommunicator
-from kerasdist.collectives.elastic.connect import MembershipAlone
+
+if TYPE_CHECKING:  # elastic jobs alone spend the time that these imports take
+    from kerasdist.collectives.elastic.communicator import ElasticCommunicator
+    from kerasdist.collectives.elastic.connect import MembershipAlone
 
 
 class StepTimer(Protocol):
@@ -241,7 +243,7 @@ class LocalHooks(Protocol):
 #
 # `WorkerHooks` has the present workers' ranks and replicas at any time. Collectives
 # outside of sections are repeated by themselves after a change.
-ElasticHooks = ElasticCommunicator | MembershipAlone
+ElasticHooks: TypeAlias = "ElasticCommunicator | MembershipAlone"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,7 +29,7 @@ from kerasdist.strategies.placed.placer import Placer, check_micro_batches
 from kerasdist.strategies.placed.remote import rendezvous
 from kerasdist.strategies.placed.report import PlacementReport
 from kerasdist.strategies.plan import AutoPlacer
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.log import name_task
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import keras
 import tensorflow as tf
@@ -20,7 +20,6 @@ from kerasdist._tested import TESTED_VERSIONS, range_in_words, was_tested
 from kerasdist._tf import patches
 from kerasdist.cluster.tf_config import grace_seconds
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.elastic.job import ElasticChiefActions
 from kerasdist.compression import Compressor
 from kerasdist.errors import ClusterError
 from kerasdist.transport.liveness.announcements import Announcements
@@ -29,6 +28,9 @@ from kerasdist.transport.liveness.failure_protocol import (
     hand_over_final_error,
 )
 from kerasdist.transport.liveness.launcher_pipe import take_stderr
+
+if TYPE_CHECKING:
+    from kerasdist.collectives.elastic.job import ElasticChiefActions
 
 # The connected workers of a strategy.
 

@@ -44,7 +44,7 @@ from kerasdist.strategies.sync.elastic_extended import (
     ExtendedAlone,
 )
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.log import log_in_background, name_task
 

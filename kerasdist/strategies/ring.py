@@ -10,7 +10,6 @@ from typing import Any
 from kerasdist import _tf
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
-from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
 from kerasdist.compression import Compressor, compressor_of
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
@@ -52,8 +51,7 @@ from kerasdist.strategies.sync.elastic_extended import (
     ExtendedAlone,
 )
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
-from kerasdist.strategies.tuning import faster_job
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.log import name_task
 
 
@@ -309,6 +307,9 @@ class RingStrategy(DataParallelStrategy):
         job: StrategyJob
         extended: Any
         if bounds is not None and place.size > 1:
+            # Here and below: other jobs save the time of these imports.
+            from kerasdist.collectives.elastic.connect import connect_elastic
+
             job = connect_elastic(
                 place,
                 transport=transport,
@@ -328,6 +329,8 @@ class RingStrategy(DataParallelStrategy):
             )
             connected = connect_by(transport=transport)
             if tune and transport == "auto" and connected.transport == "hierarchical":
+                from kerasdist.strategies.tuning import faster_job
+
                 ring = functools.partial(connect_by, transport="tcp")
                 connected = faster_job(connected, ring)
             job, used, extended = connected, connected.transport, SynchronousExtended
@@ -338,6 +341,8 @@ class RingStrategy(DataParallelStrategy):
                 job.close(error)
                 raise
             if bounds is not None:
+                from kerasdist.collectives.elastic.connect import JobAlone
+
                 # One worker can't be lost without the job.
                 job, extended = JobAlone(connected, bounds.grace), ExtendedAlone
         if placer is not None:

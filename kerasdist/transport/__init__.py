@@ -5,7 +5,3 @@ formats are in `wire`; connections are made in `rendezvous`; the end of a proces
 detected in `liveness`; `log` writes lines without blocking. Reductions are in
 `kerasdist.collectives`.
 """
-
-from kerasdist.transport.deadline import Timeouts
-
-__all__ = ["Timeouts"]

@@ -12,7 +12,7 @@ import json, os, sys, threading
 from kerasdist import errors
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 def descriptors():
     found = []

@@ -9,7 +9,7 @@ from groups import addresses_of, cluster_on, outcomes
 from hosts import Hosts
 from kerasdist import errors
 from kerasdist.collectives import connect
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.rendezvous.startup import Session
 from pace import bound
 from workers import Workers
@@ -106,7 +106,7 @@ OVER_HOSTS = """
     from kerasdist import errors
     from kerasdist.cluster import resolve
     from kerasdist.collectives import connect
-    from kerasdist.transport import Timeouts
+    from kerasdist.transport.deadline import Timeouts
 
     cluster = resolve()
     heartbeat = float(os.environ["HEARTBEAT"])

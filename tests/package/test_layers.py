@@ -376,6 +376,18 @@ def test_it_can_be_imported_without_tensorflow_and_keras():
     assert output_of(sys.executable, "-c", script).endswith(".py\n")
 
 
+def test_a_ring_doesnt_import_what_few_jobs_need():
+    modules, todo, found = modules_in(ROOT), {"kerasdist.strategies.ring"}, set()
+    while todo:
+        found.add(module := todo.pop())
+        source = modules[module].read_text(encoding="utf-8")
+        for one in imports_of(module, source, is_package=False):
+            target = _ours(one.name, modules) if one.when == "eager" else None
+            todo |= {target} - {None} - found
+    assert len(found) > 80, found
+    assert not {name for name in found if re.search("tuning|ives.elastic.", name)}
+
+
 def test_the_layers_of_contributing_are_those_that_are_enforced():
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     text = text.partition("## The map of the house")[2].partition("## Words")[0]

@@ -142,11 +142,8 @@ def data(rows=103):
 
 def model(strategy):
     with strategy.scope():
-        m = keras.Sequential([
-            keras.Input((5,)),
-            keras.layers.Dense(7, activation="tanh"),
-            keras.layers.Dense(3),
-        ])
+        hidden, last = keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(3)
+        m = keras.Sequential([keras.Input((5,)), hidden, last])
         m.compile(
             keras.optimizers.SGD(0.1, momentum=0.9),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),

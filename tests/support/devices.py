@@ -36,11 +36,9 @@ x = random.random((50, 8), dtype="float32")
 y = random.integers(0, 3, 50)
 
 def compiled(model):
-    model.compile(
-        keras.optimizers.Adam(0.01, global_clipnorm=0.5),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"],
-    )
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
     return model
 
 def numbers(model):

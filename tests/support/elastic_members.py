@@ -24,7 +24,7 @@ from kerasdist.collectives.elastic.termination import end_process
 from kerasdist.parameter_server import ServerSettings
 from kerasdist.parameter_server.elastic_link import ServerLink
 from kerasdist.parameter_server.elastic_server import ElasticServer
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 options = json.loads(sys.argv[1])
 cluster = resolve(None)

@@ -22,8 +22,9 @@ from kerasdist.collectives import Communicator, Job, connect
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
 from kerasdist.collectives.single import SingleCommunicator
-from kerasdist.transport import Timeouts, log
+from kerasdist.transport import log
 from kerasdist.transport.base import Connection, Peer
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.handshake import FrameAuthenticator
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.memory import SEGMENT_NAME

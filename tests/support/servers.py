@@ -17,7 +17,7 @@ from kerasdist.parameter_server import (
     ServerSettings,
     connect_servers,
 )
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 from workers import Workers
 
 # What connects workers and servers: the contract tests run on all of them.
@@ -128,7 +128,7 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import resolve
 from kerasdist.parameter_server import *
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 options = json.loads(os.environ["OPTIONS"])
 settings = ServerSettings(**options["settings"])

@@ -15,11 +15,8 @@ random = np.random.default_rng(0)
 x = random.standard_normal((110, 8)).astype("float32")
 y = (x.sum(1) > 0).astype("int64")
 with strategy.scope():
-    model = keras.Sequential([
-        keras.Input((8,)),
-        keras.layers.Dense(16, activation="relu"),
-        keras.layers.Dense(2),
-    ])
+    hidden, last = keras.layers.Dense(16, activation="relu"), keras.layers.Dense(2)
+    model = keras.Sequential([keras.Input((8,)), hidden, last])
     model.compile(
         keras.optimizers.Adam(1e-2),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),

@@ -131,6 +131,15 @@ class Leaving:
         self.ids = frozenset()
         return leaves
 
+    @staticmethod
+    def end_process() -> NoReturn:
+        """Write what the script has printed, then end this process."""
+        flush(_LAST_SECONDS)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        end_process()
+
     def _await_change(self, leaves: bool) -> None:
         communicator = self._communicator
         membership = communicator.membership
@@ -347,11 +356,3 @@ def end_process() -> NoReturn:
         time.sleep(_LAST_SECONDS)
     # The first process of a container isn't ended by a signal of its own.
     os._exit(128 + signal.SIGTERM)
-
-
-def flush_output() -> None:
-    """Write what the script has printed, before `end_process`."""
-    flush(_LAST_SECONDS)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()

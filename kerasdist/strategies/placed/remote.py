@@ -41,8 +41,7 @@ from kerasdist.collectives import connect, gather_json
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.connect import Job
 from kerasdist.strategies.options import close_at_exit, forget
-from kerasdist.transport import Timeouts
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import disconnect
 from kerasdist.transport.rendezvous.bind import (
     narrow,

@@ -52,7 +52,6 @@ from kerasdist.strategies.reduce.workers import (
     sum_over_replicas,
 )
 from kerasdist.strategies.sync.data import SharingExtended, SynchronousData
-from kerasdist.strategies.tuning import Tuner
 
 
 class SynchronousExtended(SharingExtended):
@@ -141,15 +140,22 @@ class SynchronousExtended(SharingExtended):
             data=self.data,
             local=self._make_local(),
             norms=norms,
-            tune=Tuner(workers, log_once, options.compressors)
-            if options.tune and workers.size > 1
-            else None,
+            tune=self._make_tuner(options, log_once),
         )
 
     def _gradients_in_words(self, options: Options) -> str:
         """Return how gradients are summed, for the start-up line; empty: whole."""
         given = options.compression
         return "" if given is None else f"gradients sent by {given!r}"
+
+    def _make_tuner(self, options: Options, log_once: OnceLogger) -> Any:
+        """Return the tuner of steps; None: nothing is tuned."""
+        if not options.tune or self.workers.size == 1:
+            return None
+        # Other jobs save the time of this import.
+        from kerasdist.strategies.tuning import Tuner
+
+        return Tuner(self.workers, log_once, options.compressors)
 
     def _make_local(self) -> Any:
         """Return the hooks of local steps; None: gradients are reduced."""

@@ -15,7 +15,7 @@ import numpy as np
 from kerasdist.cluster import resolve
 from kerasdist.parameter_server import *
 from kerasdist.parameter_server.server.server import run_server
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 
 cluster = resolve()

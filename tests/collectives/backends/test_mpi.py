@@ -117,7 +117,7 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.cluster import resolve
 from kerasdist.collectives import connect
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 
 def fail(error):
     text = f"RAISED {job.communicator.rank} {type(error).__name__} {error}\\n"

@@ -3,8 +3,7 @@ import pytest
 from kerasdist.parameter_server import END, ServerSettings
 from kerasdist.parameter_server.channel import Message, memory_pair
 from kerasdist.parameter_server.server.handler import BatchQueue, RequestHandler
-from kerasdist.transport import Timeouts
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import Call, FrameType
 
 

@@ -79,7 +79,7 @@ def test_who_comes_when_all_others_have_gone_hears_it():
 
 
 def test_a_joiner_waits_no_longer_than_the_others_may_rest():
-    from kerasdist.transport import Timeouts
+    from kerasdist.transport.deadline import Timeouts
 
     timeouts = Timeouts(startup=60, collective=bound(0.5), heartbeat=30)
     with Servers(workers=2, timeouts=timeouts) as job:

@@ -12,8 +12,7 @@ from kerasdist.parameter_server.membership import ServerHello
 from kerasdist.parameter_server.server import registration
 from kerasdist.parameter_server.server.handler import RequestHandler
 from kerasdist.parameter_server.snapshots import path_of
-from kerasdist.transport import Timeouts
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.rendezvous import dial
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from pace import bound

@@ -7,7 +7,7 @@ import pytest
 from groups import in_threads
 from kerasdist import errors
 from kerasdist.parameter_server import Variable
-from kerasdist.transport import Timeouts
+from kerasdist.transport.deadline import Timeouts
 from pace import bound
 from servers import Servers
 

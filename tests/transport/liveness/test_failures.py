@@ -21,7 +21,7 @@ LOOP = """
     from kerasdist import errors
     from kerasdist.cluster import resolve
     from kerasdist.collectives import connect
-    from kerasdist.transport import Timeouts
+    from kerasdist.transport.deadline import Timeouts
     from kerasdist.transport.liveness.heartbeat import ControlConnection
     from kerasdist.transport.sockets import SocketTransport
 

@@ -6,8 +6,7 @@ import socket
 import pytest
 
 from groups import connections, nothing_stays_open
-from kerasdist.transport import Timeouts
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import Call, FrameType
 from kerasdist.transport.liveness.announcements import disconnect
 from kerasdist.transport.liveness.heartbeat import Heartbeat

@@ -9,8 +9,7 @@ import pytest
 import groups
 from groups import addresses_of, in_threads, join, outcomes
 from kerasdist import errors
-from kerasdist.transport import Timeouts
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import FrameType
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener

@@ -6,8 +6,7 @@ import threading
 import pytest
 
 from groups import connections
-from kerasdist.transport import Timeouts
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import FrameType, pack_header
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from pace import bound

@@ -16,9 +16,8 @@ from groups import addresses_of, cluster_on, open_sockets, outcomes
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
-from kerasdist.transport import Timeouts
 from kerasdist.transport.credentials import Credentials, tls_fault
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.handshake import authenticate_as_client
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener

@@ -12,9 +12,9 @@ from certificates import Authority
 from groups import connections, in_threads, listener_at, nothing_stays_open
 from kerasdist import errors
 from kerasdist.parameter_server.membership import Event, Goodbye
-from kerasdist.transport import Timeouts, framing, handshake, log
+from kerasdist.transport import framing, handshake, log
 from kerasdist.transport.base import Peer
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import HEADER_BYTES, FrameType, pack_header
 from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import decode
