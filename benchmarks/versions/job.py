@@ -31,6 +31,23 @@ class Steps(keras.callbacks.Callback):
         self.ends.append(time.perf_counter())
 
 
+class Calls(Steps):
+    """Counts the calls of functions, also compiled ones, in some steps of this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch == 20:
+            sys.setprofile(self.see)
+        elif batch == 40:
+            sys.setprofile(None)
+
+    def see(self, frame: Any, event: str, arg: Any) -> None:
+        self.count += event in ("call", "c_call")
+
+
 def all_reduce(communicator: Any, count: int) -> float:
     """The median of some calls, in seconds."""
     buffer = np.ones(count, np.float32)
@@ -42,8 +59,8 @@ def all_reduce(communicator: Any, count: int) -> float:
     return float(np.median(taken[2:]))
 
 
-def step(strategy: Any, name: str, steps: int) -> float:
-    """The median of the steps of a `fit`, in seconds."""
+def step(strategy: Any, name: str, steps: int, seen: Steps) -> None:
+    """Take the steps of a `fit`."""
     shape, layers, optimizer, rows = MODELS[name]
     with strategy.scope():
         made = [layer(units, activation="relu") for layer, units in layers]
@@ -53,10 +70,8 @@ def step(strategy: Any, name: str, steps: int) -> float:
     rows *= strategy.size
     steps *= 1 if name == "MLP" else 10
     x = np.zeros((rows * steps, *shape), np.float32)
-    seen = Steps()
     y = np.zeros(len(x), np.int32)
     model.fit(x, y, batch_size=rows, verbose=0, callbacks=[seen])
-    return float(np.median(np.diff(seen.ends)[len(seen.ends) // 4 :]))
 
 
 def main() -> None:
@@ -66,7 +81,13 @@ def main() -> None:
         for name, count in SIZES.items()
     }
     for name in MODELS:
-        found[f"step, {name}"] = step(strategy, name, int(sys.argv[1]))
+        seen = Steps()
+        step(strategy, name, int(sys.argv[1]), seen)
+        taken = np.diff(seen.ends)[len(seen.ends) // 4 :]
+        found[f"step, {name}"] = float(np.median(taken))
+    calls = Calls()
+    step(strategy, "small", 5, calls)
+    found["Python calls of that step"] = calls.count / 20
     if strategy.communicator.rank == 0:
         print("RESULT", json.dumps(found), flush=True)
 

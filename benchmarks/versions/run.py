@@ -33,6 +33,7 @@ begin = time.process_time()
 print("RESULT", time.process_time() - begin)
 """
 UNITS = {"resident": (1e-6, "MB"), "first_step": (1.0, "s")}
+COUNTS = {"Python calls of that step": (1.0, "")}
 
 
 def install(commit: str, folder: Path) -> None:
@@ -112,7 +113,7 @@ def main() -> None:
     report.data["samples"] = samples
     rows = []
     for name in samples["after"][0]:
-        scale, unit = UNITS.get(name, (1e3, "ms"))
+        scale, unit = (UNITS | COUNTS).get(name, (1e3, "ms"))
         before, after = ([one[name] for one in many] for many in samples.values())
         ratios = [b / a for a, b in zip(before, after, strict=True)]
         shown = [f"{median(values) * scale:.3g}" for values in (before, after)]
