@@ -32,7 +32,7 @@ class Steps(keras.callbacks.Callback):
 
 
 class Calls(Steps):
-    """Counts the calls of functions, also compiled ones, in some steps of this thread."""
+    """Counts the calls of functions, compiled ones too, in steps of this thread."""
 
     def __init__(self) -> None:
         super().__init__()
