@@ -209,10 +209,12 @@ $(VENV)/.created:
 	touch $@
 
 # Editable: what is run and tested is the checkout. The extras are the stamps. Without
-# isolation the build has the version of setuptools that stands in $(CONSTRAINTS), too.
+# isolation the build has the version of setuptools that stands in $(CONSTRAINTS), too. pip
+# compiles with one core, and the tests of each package: a third of its time.
 $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKAGING)
 	$(BIN)/python $(INSTALL) "setuptools>=77"
-	$(BIN)/python $(INSTALL) --no-build-isolation --editable ".[$*]" $(PINS)
+	$(BIN)/python $(INSTALL) --no-compile --no-build-isolation --editable ".[$*]" $(PINS)
+	-$(BIN)/python -m compileall -q -j 0 -x '/tests?/' $(VENV)/lib
 	touch $@
 
 # gloo comes with torch, which is measured in an environment of its own.
