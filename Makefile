@@ -210,7 +210,7 @@ $(VENV)/.created:
 
 # Editable: what is run and tested is the checkout. The extras are the stamps. Without
 # isolation the build has the version of setuptools that stands in $(CONSTRAINTS), too. pip
-# compiles with one core, and the tests of each package: a third of its time.
+# would compile with one core, and the tests of each package as well.
 $(VENV)/.demo $(VENV)/.test $(VENV)/.bench: $(VENV)/.%: $(VENV)/.created $(PACKAGING)
 	$(BIN)/python $(INSTALL) "setuptools>=77"
 	$(BIN)/python $(INSTALL) --no-compile --no-build-isolation --editable ".[$*]" $(PINS)

@@ -369,11 +369,13 @@ def test_it_can_be_imported_without_tensorflow_and_keras():
     script = """if True:
         import sys
         sys.modules["tensorflow"] = sys.modules["keras"] = None
+        import kerasdist
+        print("socket" in sys.modules)
         import kerasdist.placement.plan, kerasdist.run_function.worker, kerasdist.cli
         # Not a folder without `__init__.py`, which could be imported, too.
         print(kerasdist.cli.__file__)
     """
-    assert output_of(sys.executable, "-c", script).endswith(".py\n")
+    assert re.fullmatch(r"False\n.*\.py\n", output_of(sys.executable, "-c", script))
 
 
 def test_a_ring_doesnt_import_what_few_jobs_need():
@@ -383,7 +385,7 @@ def test_a_ring_doesnt_import_what_few_jobs_need():
         source = modules[module].read_text(encoding="utf-8")
         for one in imports_of(module, source, is_package=False):
             target = _ours(one.name, modules) if one.when == "eager" else None
-            todo |= {target} - {None} - found
+            todo |= {target, target and target.rpartition(".")[0]} - {None} - found
     assert len(found) > 80, found
     assert not {name for name in found if re.search("tuning|ives.elastic.", name)}
 
