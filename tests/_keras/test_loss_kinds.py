@@ -149,6 +149,7 @@ fit("train_step", kind=Own)
 """)
 
 
+@pytest.mark.soak
 def test_what_is_not_known_is_said_once():
     first, second = Workers(SAID, 2).run()
     parts = re.split(r"^BEGIN (\w+)$", first.output, flags=re.MULTILINE)[1:]

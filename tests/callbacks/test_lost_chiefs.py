@@ -54,6 +54,7 @@ def job(tmp_path_factory):
     return folder, finished[2]
 
 
+@pytest.mark.soak
 def test_the_rate_stays(job):
     found = job[1].result
     assert found["steps"] == 30

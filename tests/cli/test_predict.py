@@ -33,6 +33,7 @@ def _predicted(launcher, *options, script="train.py"):
     return out, err
 
 
+@pytest.mark.soak
 def test_a_script_is_measured_and_its_profile_is_used_again(launcher):
     file, plot = launcher.folder / "step.json", launcher.folder / "step.svg"
     options = ("--network", "1G", "--workers", "2,8", "--steps", "20")

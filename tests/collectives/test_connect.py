@@ -3,6 +3,7 @@ import time
 
 import numpy as np
 import pytest
+from soak import soak
 
 import groups
 from groups import addresses_of, cluster_on, outcomes
@@ -167,7 +168,7 @@ def test_a_killed_rank_is_noticed_across_hosts(two_hosts, layout, victim):
 
 
 @pytest.mark.netns
-@pytest.mark.parametrize(("layout", "cut"), [("0123", 1), ("0011", 1)])
+@pytest.mark.parametrize(("layout", "cut"), [("0123", 1), soak("0011", 1)])
 def test_a_host_that_is_cut_off_is_noticed_by_all(layout, cut):
     """Nothing says so: no packet arrives any more, on either side."""
     with Hosts(max(map(int, layout)) + 1) as hosts:

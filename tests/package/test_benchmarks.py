@@ -33,6 +33,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.soak
 def test_each_script_starts():
     """Also those that run in the soak tests only."""
     scripts = sorted(FOLDER.glob("*/run.py"))

@@ -1,6 +1,8 @@
 import json
 import signal
 
+import pytest
+
 from pace import bound
 from servers import ServerProcesses
 from workers import FULL_STDERR
@@ -19,6 +21,7 @@ def work(client, table):
 QUICK = {"heartbeat": bound(1.5)}
 
 
+@pytest.mark.soak
 def test_a_worker_that_was_frozen_hears_that_it_was_dropped():
     # Also with a server whose output nobody reads.
     script = FULL_STDERR + 'if cluster.task_type == "ps": fill_stderr()\n' + UNTIL_LOST
@@ -45,6 +48,7 @@ def test_a_worker_that_was_frozen_hears_that_it_was_dropped():
             assert "The other workers go on without it." in message
 
 
+@pytest.mark.soak
 def test_whose_place_a_frozen_worker_has_waits_until_that_is_lost():
     work = """
     def work(client, table):

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import with_prelude
+from soak import but_soak, soaking
 
 from kerasdist.strategies.balance import cuts_of, shares_of, speeds_of
 from kerasdist.strategies.data.batch_split import bounds_of_replica, own_rows
@@ -120,7 +121,7 @@ seen, slowest = [], 0
 JOB = """
 lines = lines_said()
 strategy = kerasdist.RingStrategy(balance="measured", timeout=60)
-results = {kind: train(kind) for kind in KINDS}
+results = {kind: train(kind) for kind in sys.argv[1:]}
 slowest = 1
 with strategy.scope():
     model = keras.Sequential([keras.Input((6,)), Slow(), keras.layers.Dense(1)])
@@ -135,17 +136,19 @@ result(results | {"lines": lines})
 ALONE = """
 strategy = tf.distribute.get_strategy()
 slowest = 9  # nothing waits
-result({kind: train(kind) for kind in KINDS})
+result({kind: train(kind) for kind in sys.argv[1:]})
 """
+ALWAYS, KINDS = ["arrays", "own rows"], ["arrays", "dataset", "own rows", "items"]
 
 
 @pytest.fixture(scope="module")
-def results():
-    alone = Workers(SCRIPT + ALONE, 1, deadline=100, env={"TF_CONFIG": None})
-    return Workers(SCRIPT + JOB, 2, deadline=150).results(), *alone.results()
+def results(request):
+    kinds = KINDS if soaking(request.config) else ALWAYS
+    alone = Workers(SCRIPT + ALONE, 1, kinds, deadline=100, env={"TF_CONFIG": None})
+    return Workers(SCRIPT + JOB, 2, kinds, deadline=150).results(), *alone.results()
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "own rows", "items"])
+@pytest.mark.parametrize("kind", but_soak(ALWAYS, KINDS))
 def test_numbers_are_those_of_one_process(results, kind):
     workers, alone = results
     for worker in workers:
@@ -161,7 +164,7 @@ def test_numbers_are_those_of_one_process(results, kind):
         )
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset", "own rows", "items"])
+@pytest.mark.parametrize("kind", but_soak(ALWAYS, KINDS))
 def test_faster_workers_get_more_rows(results, kind):
     slow, fast = (each[kind]["seen"] for each in results[0])
     # 8 times as fast; other work may hide that in some epochs.

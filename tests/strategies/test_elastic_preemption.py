@@ -158,6 +158,7 @@ def check(finished, alone, job):
     assert [row.split(",")[0] for row in job.rows.splitlines()] == first
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("ends", [soak({2: 5}, id="soon"), {0: 11, 2: 17}], ids=str)
 def test_workers_leave_and_nothing_is_repeated(alone, tmp_path, ends):
     job = Job(tmp_path)
@@ -214,6 +215,7 @@ def test_the_next_start_continues_in_the_midst_of_the_epoch(
     assert job.checkpoints == []
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "kind",
     ["items", *map(soak, ("several", "several executions", "unknown", "generator"))],

@@ -2,6 +2,7 @@ import keras
 import numpy as np
 import pytest
 from scripts import with_prelude
+from soak import soak, soaking
 
 import kerasdist
 from workers import Workers
@@ -69,9 +70,11 @@ results = {
     "1": train(one),
     "2": train(2),
     "4": train(4),
-    "adam": train(kerasdist.LocalSteps(2, outer="nesterov"), adam, statistics=True),
-    "several": train(4, steps_per_execution=2, jit_compile=True),
 }
+if "MORE" in os.environ:
+    nesterov = kerasdist.LocalSteps(2, outer="nesterov")
+    results["adam"] = train(nesterov, adam, statistics=True)
+    results["several"] = train(4, steps_per_execution=2, jit_compile=True)
 
 # (w - c)^2 / 2 with another c on each rank, in float64.
 keras.config.set_floatx("float64")
@@ -112,8 +115,9 @@ result(results)
 
 
 @pytest.fixture(scope="module")
-def jobs():
-    ended = Workers(SCRIPT, 2, deadline=200).run()
+def jobs(request):
+    env = {"MORE": "1"} if soaking(request.config) else {}
+    ended = Workers(SCRIPT, 2, deadline=200, env=env).run()
     return [finished.result | {"lines": finished.output} for finished in ended]
 
 
@@ -152,7 +156,7 @@ def test_bytes_are_divided_by_the_number_of_steps(results):
     assert sent["4"] < 0.5 * sent["sync"]
 
 
-@pytest.mark.parametrize("name", ["2", "adam", "several"])
+@pytest.mark.parametrize("name", ["2", soak("adam"), soak("several")])
 def test_training_evaluating_and_saving_mean_what_they_mean(results, name):
     found = results[name]
     history = found["history"]
@@ -161,6 +165,7 @@ def test_training_evaluating_and_saving_mean_what_they_mean(results, name):
     assert found["files"] == ["1.weights.h5", "2.weights.h5"]
 
 
+@pytest.mark.soak
 def test_compiled_steps_several_in_a_call_are_the_same(results):
     near(results["several"], results["4"], 1e-4)
 

@@ -14,6 +14,11 @@ def soak(*values: Any, id: str | None = None) -> Any:
     return pytest.param(*values, id=id, marks=pytest.mark.soak)
 
 
+def soaking(config: pytest.Config) -> bool:
+    """Whether tests that are marked may run: jobs of several tests make more then."""
+    return "not soak" not in config.option.markexpr
+
+
 def but_soak(always: Container[Any], values: Iterable[Any]) -> list[Any]:
     """All values, those that aren't in `always` for `make soak` alone."""
     return [value if value in always else soak(value) for value in values]

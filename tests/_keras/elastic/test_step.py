@@ -89,6 +89,7 @@ compare(train)
 """
 
 
+@pytest.mark.soak
 def test_a_model_with_statistics_masks_and_metrics(session):
     found = session.run(TRAIN)
     for calm, hit in found:

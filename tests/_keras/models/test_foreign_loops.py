@@ -1,5 +1,6 @@
 """What scripts written for TensorFlow's own strategies ask of ours."""
 
+import pytest
 from scripts import with_prelude
 
 from kerasdist.cluster import Cluster, resolve
@@ -153,6 +154,7 @@ def test_a_ring():
         assert "the same seed on all ranks" in sizes[1]
 
 
+@pytest.mark.soak
 def test_asynchronous_workers():
     """A loop's model that its first call builds had no values to make a table of.
 

@@ -38,6 +38,7 @@ def run():
         yield run
 
 
+@pytest.mark.soak
 def test_masks_ragged_rows_scalars_and_integers_come_out_as_of_a_whole_batch(run):
     run("""
         class Many(keras.Model):
@@ -85,6 +86,7 @@ def test_masks_ragged_rows_scalars_and_integers_come_out_as_of_a_whole_batch(run
     """)
 
 
+@pytest.mark.soak
 def test_state_of_layers_and_dropout_of_micro_batches(run):
     """Each part has its own statistics; the moving ones forget as with one batch."""
     run("""
@@ -134,6 +136,7 @@ def test_state_of_layers_and_dropout_of_micro_batches(run):
     """)
 
 
+@pytest.mark.soak
 def test_steps_of_ones_own_and_eager_ones(run):
     """A step that calls two models, and takes the gradient of a gradient."""
     run("""
@@ -279,6 +282,7 @@ def test_kinds_of_models_in_other_cuts(run, plain_folder):
 # With `rematerialize=True` the same numbers, from less memory.
 
 
+@pytest.mark.soak
 def test_what_is_computed_again_is_what_was_computed(run):
     """Dropout, statistics, losses and metrics of layers, masks."""
     run("""

@@ -96,6 +96,7 @@ result([*found, len(history.epoch)])
     assert a[3] == 1
 
 
+@pytest.mark.soak
 def test_killed_and_started_again_it_continues(session, tmp_path):
     """BackupAndRestore: the job is killed in epoch 3 and started again."""
     body = """

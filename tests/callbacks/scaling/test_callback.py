@@ -353,6 +353,7 @@ def test_figures_are_what_is_counted(tmp_path):
     check_calibration(*(worker.results[1] for worker in workers), tmp_path)
 
 
+@pytest.mark.soak
 def test_figures_of_asynchronous_workers_are_what_is_counted(tmp_path):
     env = {"KIND": "async", "FOLDER": str(tmp_path)}
     script = CONSTANTS + SCRIPT + BODY
@@ -385,6 +386,7 @@ def check_calibration(chief, other, folder):
         assert re.search(expected, facts["refused"])
 
 
+@pytest.mark.soak
 def test_workers_that_are_lost_and_join_are_events(tmp_path):
     env = {"KIND": "async", "FOLDER": str(tmp_path)}
     with Workers(

@@ -215,6 +215,7 @@ def test_a_new_process_joins_with_a_lost_workers_task(again, data, staleness, tm
         assert dealt == list(range(30))
 
 
+@pytest.mark.soak
 def test_who_joins_trains_in_fit_only(tmp_path):
     body = """
 m = build()

@@ -232,6 +232,7 @@ loop = strategy.experimental_distribute_dataset(data)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("devices", [1, soak(2)])
 def test_custom_loops(run, double, devices):
     """As TensorFlow's guides write them; the first step creates the variables."""
@@ -324,6 +325,7 @@ log.epochs.append(refused(lambda: [run(batch) for batch in two[rank]]))
         assert re.search(r"rank 0 ends pass 1 of dataset \d+; rank 1 ends", mismatch)
 
 
+@pytest.mark.soak
 def test_a_variable_whose_value_is_computed_from_a_batch(double):
     """No step is lost, also not the first, in which it has no value at first."""
     body = """

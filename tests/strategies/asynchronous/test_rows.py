@@ -153,6 +153,7 @@ result([callback.found, m.get_weights()[0][:, 0].tolist()])
         assert values[160:] == [0.0] * (4000 - 162) + [5.0, 0.0]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("eager", "replicas", "rows"),
     [(False, 1, 960), (True, 2, 4000), soak(False, 1, 4000)],

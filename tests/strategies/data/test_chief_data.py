@@ -101,6 +101,7 @@ def check(run, alone):
     return compare
 
 
+@pytest.mark.soak
 def test_arrays_in_another_order_or_split_are_the_chiefs(check):
     """Each rank had split them in its own way: rows were trained on and tested on."""
     body = """

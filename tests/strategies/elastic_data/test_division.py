@@ -58,6 +58,7 @@ def run():
         yield lambda body: session.run(body + "print('RESULT', 1, flush=True)\n")
 
 
+@pytest.mark.soak
 def test_arrays_when_a_worker_is_lost(run):
     """3 workers, then 2; batches of 2 rows leave replicas without rows."""
     run("""
@@ -140,6 +141,7 @@ assert following() == [14, 15]
 """)
 
 
+@pytest.mark.soak
 def test_each_item_is_used_once(run):
     """Also with the dataset's own threads, which read ahead."""
     run("""
@@ -148,6 +150,7 @@ check({0: "ab", 6: "b"}, 2, items(False, workers=2))
 """)
 
 
+@pytest.mark.soak
 def test_shuffled_items_keep_their_order(run):
     """It's the order of the same workers without a change."""
     run("""

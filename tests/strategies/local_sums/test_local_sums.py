@@ -137,6 +137,7 @@ def test_sums_on_devices_are_those_of_the_host():
     assert steps > 20
 
 
+@pytest.mark.soak
 def test_workers_with_different_numbers_of_replicas():
     """Each adds its own on its devices, and one sum crosses to the host."""
     script = TRAIN + textwrap.dedent(

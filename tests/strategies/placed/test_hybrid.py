@@ -5,6 +5,7 @@ That the numbers are those of one process is a part of `test_equivalence`.
 
 import textwrap
 
+import pytest
 from devices import CLASSIFIER, begin
 
 from workers import Workers
@@ -31,6 +32,7 @@ def script(text):
     return PRELUDE + textwrap.dedent(text)
 
 
+@pytest.mark.soak
 def test_workers_may_be_placed_differently_and_files_have_no_devices(tmp_path):
     """Operations, too: the report is made of TensorFlow's own metadata."""
     text = """

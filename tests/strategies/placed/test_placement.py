@@ -137,6 +137,7 @@ for strategy in strategies:
 """
 
 
+@pytest.mark.soak
 def test_steps_are_counted_as_by_keras_if_the_length_is_unknown():
     job = Workers(begin(2) + UNKNOWN, 1, env={"TF_CONFIG": None}, deadline=100)
     plain, placed = job.run()[0].results

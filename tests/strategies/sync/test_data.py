@@ -93,6 +93,7 @@ result([[s for s in trained if len(s) > 1], history.history["loss"],
         assert (losses, evaluated, weights) == tuple(results[0][i] for i in (1, 3, 4))
 
 
+@pytest.mark.soak
 def test_a_replica_without_rows_computes_with_a_row_that_is_there(run):
     """A vocabulary refused the zeros and empty strings that it computed with before."""
     body = """

@@ -78,6 +78,7 @@ def test_the_others_start_without_a_killed_one(tmp_path, moment, victim):
     assert "2 workers start" in found[0].output or "2 workers cont" in found[0].output
 
 
+@pytest.mark.soak
 def test_one_that_is_started_again_joins(tmp_path):
     """The first process of its task was in contact with the others."""
     with start(
@@ -96,6 +97,7 @@ def test_one_that_is_started_again_joins(tmp_path):
         assert each.result["last"] == [0, 2, 1]
 
 
+@pytest.mark.soak
 def test_after_the_time_out_most_of_the_workers_start(tmp_path):
     """One that comes even later joins them."""
     with start(tmp_path, 3, (2, "script"), startup=bound(1.5), full=True) as job:
@@ -117,6 +119,7 @@ def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path):
     assert missing == [1]
 
 
+@pytest.mark.soak
 def test_a_job_grows(tmp_path):
     """Tasks beyond those of the start join whenever they are started."""
     late = {"0": bound(0.2), "1": bound(0.2), "3": bound(1.0)}

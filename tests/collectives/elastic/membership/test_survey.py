@@ -32,6 +32,7 @@ if again:
 """
 
 
+@pytest.mark.soak
 def test_most_of_the_tasks_dont_start_again_beside_the_rest(tmp_path):
     """Rank 2 trains alone: the others were dead. It answers when they have asked."""
     options = {"folder": str(tmp_path), "enough": str(tmp_path / "enough")}
