@@ -182,6 +182,7 @@ result([own, begin, set_to, first.kernel, weights, differ])
 """
 
 
+@pytest.mark.soak
 def test_the_table_of_servers_takes_it_too():
     zero, one = Workers(COMMON + ASYNC, 2, servers=1, deadline=90).results()
     assert zero[0] != one[0]

@@ -2,6 +2,7 @@ import threading
 
 import numpy as np
 import pytest
+from soak import soak
 
 from groups import Group, outcomes
 from kerasdist import errors
@@ -73,7 +74,7 @@ def test_every_difference_is_a_mismatch_on_every_rank(kind, most, odd, said):
 
 
 @pytest.mark.parametrize(
-    ("layout", "late"), [("tcp", [2, 3]), ("aabb", [1]), ("abab", [3, 1])]
+    ("layout", "late"), [soak("tcp", [2, 3]), soak("aabb", [1]), ("abab", [3, 1])]
 )
 def test_late_ranks_are_named_and_not_their_neighbours(layout, late):
     """In a ring everybody waits for a neighbour that waits itself."""

@@ -177,6 +177,7 @@ def test_mixed_precision_ragged_words_and_given_tables(run):
     """)
 
 
+@pytest.mark.soak
 def test_each_shard_s_gradients_are_computed_on_its_device(run):
     """Whatever patterns say: a shard names its device."""
     found = run(f"""

@@ -217,6 +217,7 @@ def test_profiles_are_json():
         predict(given, Setup(link=LINK, servers=0), 3)
 
 
+@pytest.mark.soak
 def test_thousands_of_workers_take_no_time():
     random = np.random.default_rng(0)
     samples = tuple(random.lognormal(-1, 0.1, 100).tolist())

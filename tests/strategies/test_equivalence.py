@@ -160,8 +160,6 @@ WHOLE_BATCHES = {
 INSIDE = {"made_and_compiled_outside"}
 # A batch size of `keras.Input` is that of each replica.
 FIXED_SIZES = {"stateful_rows"}
-# Loops whose gradients read lists, and tables.
-COMPILED = ("recurrent", "slices_adam_clipnorm")
 # Plain Keras can't compile them either; or losses are refused that mix rows.
 NOT_COMPILED = {
     "slices_of_sparse_input",
@@ -192,7 +190,7 @@ def layouts():
         # Other shares of the rows in each epoch.
         (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
         # Compiled by XLA, as the reference is; with one server asynchronous.
-        (2, 1, 0, COMPILED, 0, "compiled"),
+        (2, 1, 0, ("slices_adam_clipnorm",), 0, "compiled"),
         (1, 2, 0, ("embedding",), 0, "compiled"),
         (2, 1, 2, PLACED, 0, "compiled"),
         (1, 1, 1, PLACED, 0, "compiled"),

@@ -185,6 +185,7 @@ result([strategy.rank, strategy.size, initial, weights(m), history.history, eval
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.soak
 def test_two_strategies_in_one_process_do_not_disturb_each_other(run):
     a, b = run("""
 x, y = data(32)

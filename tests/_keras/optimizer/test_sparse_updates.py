@@ -92,6 +92,7 @@ def test_tables_are_those_of_embedding_layers():
     assert [path.split("/")[-2:] for path in tables] == [["table", "embeddings"]]
 
 
+@pytest.mark.soak
 def test_rows_are_updated_in_the_same_order_on_all_workers_compiled_or_not():
     """TensorFlow's own updates give other last bits in most epochs of this job."""
     script = with_prelude("""

@@ -47,6 +47,7 @@ def test_a_worker_that_never_comes_is_named():
         assert re.search(name, str(job.ends[0]))
 
 
+@pytest.mark.soak
 def test_nobody_joins_a_synchronous_job():
     timeouts = Timeouts(startup=bound(1.0))
     with nothing_stays_open(), Servers(2, mode="sync", timeouts=timeouts) as job:

@@ -267,6 +267,7 @@ result([each for each, _ in digests.found])
     assert first == second
 
 
+@pytest.mark.soak
 def test_an_evaluation_asks_nobody_for_windows_of_accumulation(run):
     """Of three batches one of two workers has an odd number: its window is open.
 

@@ -84,6 +84,7 @@ def taken(results, epoch):
 FIVES = [list(range(start, start + 5)) for start in range(0, 50, 5)]
 
 
+@pytest.mark.soak
 def test_arrays(double):
     """In an order of their own in each epoch, if they are shuffled.
 

@@ -93,6 +93,7 @@ def test_no_change_of_any_worker_is_missing_or_there_twice(run, options):
         assert (sparse, read_without_copy, error) == (True, True, 0)
 
 
+@pytest.mark.soak
 def test_bytes_grow_with_the_rows_touched_and_not_with_the_table(run):
     """Rows of 64 float32 and an index each, there and back: and little else."""
     body = """

@@ -98,6 +98,7 @@ result(found)
         assert reached == ["127.0.0.1", "TimeoutError", "TimeoutError"]
 
 
+@pytest.mark.soak
 def test_strategies_in_one_process_do_not_disturb_each_other(session):
     """A worker with one replica used to call another collective than one with two."""
     finished = session.finish("""
@@ -143,6 +144,7 @@ assert second.communicator.all_reduce([1])[0] == 2
         assert "was used before" not in worker.output
 
 
+@pytest.mark.soak
 def test_graphs_that_differ_are_a_mismatch_on_every_rank(session):
     """The last one of the session: its collectives have failed for good."""
     finished = session.finish("""

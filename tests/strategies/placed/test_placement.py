@@ -85,7 +85,7 @@ def check(results, name, count):
 
 
 # In the suite; the soak test has all, on the other number of devices.
-SOME = ("functions", "staged", "everything")
+SOME = ("functions", "staged")
 
 
 @pytest.fixture(scope="module")

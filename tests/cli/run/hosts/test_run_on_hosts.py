@@ -208,6 +208,7 @@ def test_the_doctor_names_hosts_that_do_not_fit(hosts, launcher):
     launcher.nothing_runs()
 
 
+@pytest.mark.soak
 def test_many_tasks_of_one_host(hosts, launcher):
     """More than sshd allows by one connection, without a word of ssh's about it."""
     code, _, err = launcher.run(
