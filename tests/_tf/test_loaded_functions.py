@@ -61,6 +61,7 @@ for kind in sys.argv[2:]:
 """)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("kinds", "size", "servers"),
     [(("ring", "replicas"), 2, 0), soak(("async", "placed"), 1, 1)],

@@ -8,6 +8,8 @@ from board import Board, series, text
 from pace import bound
 from workers import Workers
 
+pytestmark = pytest.mark.soak
+
 SCRIPT = with_prelude("""
 os.chdir(os.environ["FOLDER"])
 strategy = kerasdist.RingStrategy(elastic=True, heartbeat_timeout=5)
@@ -54,7 +56,6 @@ def job(tmp_path_factory):
     return folder, finished[2]
 
 
-@pytest.mark.soak
 def test_the_rate_stays(job):
     found = job[1].result
     assert found["steps"] == 30

@@ -161,6 +161,7 @@ def test_rules(options, factor, warmup):
     assert scale.steps == warmup
 
 
+@pytest.mark.soak
 def test_every_optimizer_that_is_wrapped():
     def wrapped(rate):
         inner = keras.optimizers.SGD(rate)
@@ -445,6 +446,7 @@ result([plain, found, steps, float(m.get_weights()[0][0, 0])])
 """
 
 
+@pytest.mark.soak
 def test_asynchronous_workers():
     """Each step is one worker's; the warm-up counts the steps of all."""
     with Workers(COMMON + ASYNC, 2, servers=1, deadline=90) as job:

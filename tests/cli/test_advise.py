@@ -59,9 +59,15 @@ def test_a_script_is_measured_and_a_strategy_proposed(launcher):
     )
     assert code == 1
     assert "can't compute what the model needs" in err
+
+
+@pytest.mark.soak
+def test_messages_of_a_compressor_are_refused(launcher):
+    launcher.verb = "advise"
     changed = _SCRIPT.replace("Strategy()", 'Strategy(compression="bf16")')
     (launcher.folder / "train.py").write_text(changed)
-    code, _, err = launcher.run(*options, "train.py", within=180.0)
+    options = ["--workers", "4", "--network", "1G", "--steps", "10", "train.py"]
+    code, _, err = launcher.run(*options, within=180.0)
     assert code == 1
     assert "Received: compression=" in err
 

@@ -19,6 +19,7 @@ result(board.figures and dict(board.figures.compression))
 """)
 
 
+@pytest.mark.soak
 def test_bytes_before_and_after_and_the_norm_of_the_rest(tmp_path):
     figures, _ = Workers(
         SCRIPT, 2, env={"FOLDER": str(tmp_path)}, deadline=90

@@ -2,7 +2,6 @@ import signal
 
 import pytest
 from scripts import with_prelude
-from soak import soak
 
 from workers import Workers
 
@@ -64,9 +63,8 @@ result({
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("compression", "eager"), [("powersgd", "0"), soak("topk", "1")]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("compression", "eager"), [("powersgd", "0"), ("topk", "1")])
 def test_a_repeated_step_begins_with_what_was_kept(compression, eager):
     found = []
     for moment in ("between", "inside"):

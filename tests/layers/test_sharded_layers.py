@@ -96,6 +96,7 @@ def test_they_compute_and_learn_what_plain_layers_do(run):
     assert devices["rows"]["embedding/shard_2/embeddings"] == ["CPU:2", [16, 20]]
 
 
+@pytest.mark.soak
 def test_their_files_hold_whole_kernels(run):
     """Of plain layers, and for any number of shards; there are no devices in them."""
     same = run("""
@@ -146,6 +147,7 @@ def test_their_files_hold_whole_kernels(run):
     ]
 
 
+@pytest.mark.soak
 def test_mixed_precision_ragged_words_and_given_tables(run):
     run("""
         history = fit(build(plain_layers(), dtype="mixed_float16"))

@@ -31,6 +31,7 @@ def test_the_others_continue(size, victims, transport):
         assert (status, stats["epochs"]) == ("ok", len(victims) + 1), server.output
 
 
+@pytest.mark.soak
 def test_a_lost_worker_joins_again():
     with start(3, 2, ends=[[0, 7, KILL]], turns=60, waits=24, handover=False) as job:
         assert job.wait_one(0).returncode == -KILL

@@ -118,6 +118,7 @@ def test_it_is_the_best_of_all_cuts(model, run, percents):
     assert cut.borders[-1] == count
 
 
+@pytest.mark.soak
 def test_a_thousand_layers_take_little_time():
     made = [
         LayerCost(

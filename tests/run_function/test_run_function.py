@@ -165,6 +165,7 @@ def test_the_first_error_is_raised_here(capsys: pytest.CaptureFixture[str]) -> N
     assert "rank 1 failed with exit code 1" in capsys.readouterr().err
 
 
+@pytest.mark.soak
 def test_elastic_jobs_have_errors_in_the_places_of_results() -> None:
     rank, odd = worker_function(), _Odd
 

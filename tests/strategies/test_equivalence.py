@@ -133,10 +133,7 @@ MIXED = (
     "optimizers_that_change_gradients",
 )
 # Of other kinds of cases one, which two workers run; no other layout adds to these.
-SAMPLE = (
-    *("dataset_with_weights", "zipped_batches_of_two_sizes", "mixed_precision"),
-    *("one_row_and_several_losses", "average_of_weights"),
-)
+SAMPLE = ("mixed_precision", "zipped_batches_of_two_sizes")
 
 
 # What has other numbers with micro-batches, or is refused: see docs/pipelines.md.
@@ -181,8 +178,8 @@ def layouts():
         (1, 1, 0, PLACED),
         (3, 1, 0, ODD),
         (4, 1, 0, (*ODD, *PLACED)),
-        (2, 2, 0, ("fewer_rows_than_replicas", "state_of_layers")),
-        (2, 1, 2, (*SUMS, *PLACED, "state_of_layers")),
+        (2, 2, 0, ("fewer_rows_than_replicas",)),
+        (2, 1, 2, ("fewer_rows_than_replicas", *PLACED)),
         # One replica per worker, whose layers are on two devices; micro-batches.
         (2, 2, 0, PLACED, 2),
         # Factors of gradients in place of gradients.
@@ -190,7 +187,7 @@ def layouts():
         # Other shares of the rows in each epoch.
         (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
         # Compiled by XLA, as the reference is; with one server asynchronous.
-        (2, 1, 0, ("slices_adam_clipnorm",), 0, "compiled"),
+        (2, 1, 0, ("embedding",), 0, "compiled"),
         (1, 2, 0, ("embedding",), 0, "compiled"),
         (2, 1, 2, PLACED, 0, "compiled"),
         (1, 1, 1, PLACED, 0, "compiled"),
@@ -201,13 +198,14 @@ def layouts():
         name += f"-{option}" if option else ""
         parts = {"core": core}
         # Three workers show what an odd number adds, four only more of it.
-        chosen = [] if workers > 3 or option == "balance" else ["core"]
+        left = workers > 3 or workers * devices == 1 or option in ("balance", "factors")
+        chosen = [] if left else ["core"]
         # A job of all others would take minutes: they are dealt out to six.
         left_out = EQUAL_PARTS if workers * devices > 2 else set()
         left_out = WHOLE_BATCHES | INSIDE | left_out if placed else left_out
         if option == "compiled":
             left_out = NOT_COMPILED | left_out
-            chosen = [] if servers else ["core"]
+            chosen = ["core"] if workers == 2 and not servers else []
         if option == "balance":
             left_out = FIXED_SIZES | EQUAL_PARTS | left_out
             parts["core"] = tuple(case for case in core if case not in left_out)

@@ -78,6 +78,7 @@ print("RESULT", json.dumps({
 """
 
 
+@pytest.mark.soak
 def test_a_fork_is_in_the_state_of_a_new_interpreter(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = "before = list(globals())\nimport json, sys\n" + IMPORT + STATE

@@ -9,7 +9,7 @@ from scripts import PRELUDE
 from places import SUPPORT
 from sessions import Session
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.soak]
 
 SCRIPT = f"{PRELUDE}\nsys.path.insert(0, {str(SUPPORT)!r})\n"
 SCRIPT += """
@@ -89,7 +89,6 @@ compare(train)
 """
 
 
-@pytest.mark.soak
 def test_a_model_with_statistics_masks_and_metrics(session):
     found = session.run(TRAIN)
     for calm, hit in found:

@@ -134,6 +134,7 @@ result([known, error_of(lambda: loop(jit=True)), plain_loop(), autograph(),
 """
 
 
+@pytest.mark.soak
 def test_a_ring():
     script = START.replace("STRATEGY", "kerasdist.RingStrategy(timeout=60)")
     script += PLAIN_LOOP + AUTOGRAPH + RING

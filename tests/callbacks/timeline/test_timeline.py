@@ -288,6 +288,7 @@ result(not recording)
 """
 
 
+@pytest.mark.soak
 def test_parameter_servers(tmp_path):
     # In lockstep, or else one of them may take nearly all of the few steps.
     script = COMMON + SERVERS.replace("MODE", "'async', max_staleness=0")

@@ -86,6 +86,7 @@ def by_hand(launcher, kind, index):
     return launcher.start_plain("script.py", env=environ)
 
 
+@pytest.mark.soak
 def test_another_process_may_take_a_lost_workers_place(launcher):
     process = begin(launcher, script_of())
     (pid,) = launcher.pids("pid-worker-1")

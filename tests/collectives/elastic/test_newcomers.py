@@ -1,8 +1,11 @@
 import signal
 
+import pytest
 from elastic_members import check, start
 
 KILL = signal.SIGKILL
+
+pytestmark = pytest.mark.soak
 
 
 def test_a_lost_one_joins_again():

@@ -36,6 +36,7 @@ def products_in_order():
     tf.config.optimizer.set_experimental_options({option: True})
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("products_in_order")
 @pytest.mark.parametrize(
     "name", but_soak(["schedule_accumulation"], [*OPTIMIZERS, "normalized"])

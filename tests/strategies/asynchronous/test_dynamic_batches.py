@@ -148,6 +148,7 @@ log.epochs = [Items.read, refused(lambda: fit(d))]
         assert message.startswith("The workers read different global batches")
 
 
+@pytest.mark.soak
 def test_each_workers_own_data_until_its_own_end():
     body = """
 mine = x[:5 * (rank + 1)]

@@ -6,6 +6,7 @@ One process that goes on with a backup is in _keras/optimizer/test_global_step.p
 import json
 
 import keras
+import pytest
 from scripts import with_prelude
 
 from kerasdist.strategies.asynchronous.tables import StepCount
@@ -56,6 +57,7 @@ result([Steps.found, int(steps_of(m.optimizer)), float(m.get_weights()[0][0, 0])
 """)
 
 
+@pytest.mark.soak
 def test_steps_go_on_with_those_that_are_in_the_weights(tmp_path):
     """Of a backup that the chief has written in the midst of an epoch."""
     behind = 0

@@ -146,6 +146,7 @@ result([nothing_set, refusals, mine, alone])
 """
 
 
+@pytest.mark.soak
 def test_what_is_refused_and_data_of_each_worker():
     workers = Workers(_REFUSALS, 2, deadline=120).results()
     texts = (
@@ -185,6 +186,7 @@ kerasdist.enable_keras_distribution()
 )
 
 
+@pytest.mark.soak
 def test_keras_own(tmp_path):
     name = "keras.src.distribution.distribution_lib_test"
     spec = importlib.util.find_spec(name)

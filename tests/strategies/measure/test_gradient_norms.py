@@ -2,11 +2,10 @@
 
 import pytest
 from scripts import with_prelude
-from soak import soak
 
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.soak]
 
 # A sample's gradient is w - x, and w stays near 0: its square is that of the samples'
 # mean, its variance theirs.
@@ -61,12 +60,8 @@ def gains(x, **options):
 found = {}
 ring = kerasdist.RingStrategy(timeout=60)
 found["ring"] = measured(ring)
-if "MORE" in os.environ:
-    found["compiled"] = measured(ring, jit_compile=True)
-    compressed = kerasdist.RingStrategy(timeout=60, compression="factors")
-    found["factors"] = measured(compressed)
-    found["elastic"] = measured(kerasdist.RingStrategy(timeout=60, elastic=True))
-    found["same"] = gains(np.ones_like(x))
+found["compiled"] = measured(ring, jit_compile=True)
+found["same"] = gains(np.ones_like(x))
 found["noise"] = gains(x - x.mean(0))
 found["between"] = gains(x, base_batch_size=4)
 found["refused"] = refused(lambda: gains(x, warmup_steps=3))
@@ -77,17 +72,18 @@ with compressed.scope():
     pass
 found["compressor"] = refused(lambda: fit(
     compressed, kerasdist.callbacks.ScaleLearningRate("adascale")))
+found["factors"] = measured(kerasdist.RingStrategy(timeout=60, compression="factors"))
+found["elastic"] = measured(kerasdist.RingStrategy(timeout=60, elastic=True))
 result([found, true])
 """)
 
 
-@pytest.mark.parametrize("more", [{}, soak({"MORE": "1"})], ids=["ring", "all"])
-def test_the_noise_of_a_quadratic(tmp_path, more):
-    env = {"FOLDER": str(tmp_path), **more}
+def test_the_noise_of_a_quadratic(tmp_path):
+    env = {"FOLDER": str(tmp_path)}
     with Workers(SCRIPT, 2, env=env, deadline=150) as job:
         chief, other = (each.result for each in job.succeed())
     found, (square, variance) = chief
-    for kind in ("ring", *(("compiled", "factors", "elastic") if more else ())):
+    for kind in ("ring", "compiled", "factors", "elastic"):
         noise, next_worker, goodput = found[kind]
         # 200 steps of 32 samples: a standard deviation is 1.3 %.
         assert noise == pytest.approx([square, variance], rel=0.06), kind
@@ -98,8 +94,7 @@ def test_the_noise_of_a_quadratic(tmp_path, more):
     assert factor == pytest.approx(2.0, abs=0.1)
     assert rate == pytest.approx(1e-9 * factor)
     assert 350 < gained <= 400
-    if more:
-        assert found["same"] == pytest.approx([1.0, 1e-9, 200.0])
+    assert found["same"] == pytest.approx([1.0, 1e-9, 200.0])
     small, large = square + variance / 4, square + variance / 32
     assert found["between"][0] == pytest.approx(small / large, rel=0.1)
     assert "Received: rule='adascale' with warmup_steps=3" in found["refused"]

@@ -56,7 +56,6 @@ def train(optimizer=None, compile={}, epochs=2, verbose=0, **options):
 
 sgd = lambda **more: lambda: keras.optimizers.SGD(0.05, momentum=0.9, **more)
 results = {
-    "none": train(),
     "factors clipped": train(sgd(global_clipnorm=0.1), compression="factors"),
     "clipped": train(sgd(global_clipnorm=0.1)),
     "powersgd": train(compression="powersgd", verbose=2),
@@ -68,6 +67,7 @@ if "MORE" not in os.environ:
     result(results)
     raise SystemExit
 results |= {
+    "none": train(),
     "powersgd window": train(
         sgd(gradient_accumulation_steps=3), compression=kerasdist.PowerSGD(rank=1)
     ),
@@ -192,7 +192,7 @@ def test_a_rank_that_is_high_enough_and_a_ratio_of_1_lose_nothing(results):
 )
 def test_less_is_sent_and_the_loss_falls(results, name, part):
     found = results[name]
-    assert found["sent"] < part * results["none"]["sent"]
+    assert found["sent"] < part * results["clipped"]["sent"]
     assert found["loss"][-1] < found["loss"][0]
     assert found["memories"] > 0
 

@@ -100,6 +100,7 @@ def _session_of(address, launcher):
     return found
 
 
+@pytest.mark.soak
 def test_ctrl_c_reaches_the_scripts(hosts, launcher):
     """Twice it ends at once those that don't want to end."""
     script = """
@@ -126,6 +127,7 @@ def test_ctrl_c_reaches_the_scripts(hosts, launcher):
     launcher.nothing_runs()
 
 
+@pytest.mark.soak
 def test_a_killed_launcher_leaves_nothing(hosts, launcher):
     script = 'subprocess.Popen(["sleep", "1000"], start_new_session=True)\n' + HANG
     job = launcher.start(*arguments(hosts, 1, 1), "script.py", script=script)
@@ -302,6 +304,7 @@ print("results", found == right)
 """
 
 
+@pytest.mark.soak
 def test_a_function_runs_on_hosts(hosts, launcher):
     """The function and its results travel through ssh; no file is shared for them."""
     (launcher.folder / "script.py").write_text(FUNCTION)
