@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from scripts import with_prelude
+from soak import soak
 
 from kerasdist.callbacks import ScaleLearningRate
 from kerasdist.callbacks.scale_learning_rate import steps_behind
@@ -183,7 +184,7 @@ def test_every_optimizer_that_is_wrapped():
         check(fit(m, [warming_up()], rate_of=inner), rates)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [soak(True), False])
 def test_with_keras_schedulers_in_either_order(first):
     def in_order(callbacks):
         scale = warming_up()
@@ -327,6 +328,7 @@ with tf.device("/device:CPU:1"):
 """
 
 
+@pytest.mark.soak
 def test_what_xla_compiles_is_on_one_device():
     """As on a GPU, where Keras compiles by default: not with variables of the host."""
     with Workers(COMMON + XLA, 1, deadline=60) as job:

@@ -10,7 +10,7 @@ KILL = signal.SIGKILL
 
 
 @pytest.mark.parametrize(
-    ("size", "victims", "transport"), [(3, [0], "auto"), (4, [3, 1, 0], "tcp")]
+    ("size", "victims", "transport"), [(3, [0], "auto"), soak(4, [3, 1, 0], "tcp")]
 )
 def test_the_others_continue(size, victims, transport):
     ends = [[v, 6 + 7 * i, KILL] for i, v in enumerate(victims)]

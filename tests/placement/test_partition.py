@@ -1,5 +1,4 @@
 import itertools
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -7,7 +6,6 @@ from hypothesis import strategies as st
 
 from kerasdist.placement import partition
 from kerasdist.placement.partition import LayerCost, ModelCost, Run, StageCosts
-from pace import bound
 
 PRICE = 3.0
 
@@ -116,17 +114,3 @@ def test_it_is_the_best_of_all_cuts(model, run, percents):
     assert list(cut.memory) == pytest.approx([stage[1] for stage in stages], abs=1)
     assert cut.borders[0] == 0
     assert cut.borders[-1] == count
-
-
-@pytest.mark.soak
-def test_a_thousand_layers_take_little_time():
-    made = [
-        LayerCost(
-            path=str(i), parameter_bytes=i % 7, row_flops=i % 5, saved_bytes=i % 3
-        )
-        for i in range(1000)
-    ]
-    began = time.process_time()
-    cut = StageCosts(ModelCost.chain(made), Run(batch_size=8)).best([1e9] * 8)
-    assert cut is not None
-    assert time.process_time() - began < bound(5.0)

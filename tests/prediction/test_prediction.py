@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 
 from kerasdist.collectives.ring import (
@@ -119,7 +118,7 @@ def test_servers_are_shared():
     assert found.step_s == pytest.approx(0.3 + 2 * LINK.seconds(2_000_000), rel=0.02)
     # Workers that don't wait: as fast as alone if they are few, as the servers if many.
     free = dataclasses.replace(slow, strategy="async")
-    few, many = (predict(profile(), free, workers) for workers in (2, 100))
+    few, many = (predict(profile(), free, workers) for workers in (2, 27_360))
     assert few.efficiency > 0.9
     seconds_of_a_step = 2 * LINK.byte * 1_000_000 / 2
     assert many.examples_per_s == pytest.approx(10 / seconds_of_a_step, rel=0.05)
@@ -215,16 +214,3 @@ def test_profiles_are_json():
             Profile.from_json(wrong)
     with pytest.raises(ValueError, match="Numbers must be positive"):
         predict(given, Setup(link=LINK, servers=0), 3)
-
-
-@pytest.mark.soak
-def test_thousands_of_workers_take_no_time():
-    random = np.random.default_rng(0)
-    samples = tuple(random.lognormal(-1, 0.1, 100).tolist())
-    for setup in (
-        Setup(link=LINK, per_host=6),
-        Setup(link=LINK, local_steps=8),
-        Setup(link=LINK, strategy="async", servers=100),
-    ):
-        found = predict(profile(compute=samples), setup, 27_360)
-        assert 0 < found.efficiency < 1

@@ -125,16 +125,15 @@ SUMS = ("fewer_rows_than_replicas", "accumulation_of_slices")
 ODD = ("fewer_rows_than_replicas", "overflow_on_one_replica")
 # And a placement: where the gradients are, and where they are updated.
 PLACED = ("custom_train_step", "embedding")
-# What a script does with gradients, and functions and state that mix rows.
-OWN = ("changed_slices", "upstream_gradients", "functions_of_sums_and_unknown_ones")
-MIXED = (
-    "functions_that_mix_rows",
-    "state_of_layers",
-    "optimizers_that_change_gradients",
+# What a script does with gradients, functions and state that mix rows, and one of each
+# other kind: no other layout adds to these.
+CORE = (
+    *("changed_slices", "upstream_gradients", "optimizers_that_change_gradients"),
+    *("functions_that_mix_rows", "state_of_layers", "mixed_precision"),
+    "zipped_batches_of_two_sizes",
 )
-# Of other kinds of cases one, which two workers run; no other layout adds to these.
-SAMPLE = ("mixed_precision", "zipped_batches_of_two_sizes")
-
+# In `make test`, with their core alone. Three workers show what an odd number adds.
+QUICK = ("1x2", "2x1", "3x1", "2x2", "2x1-servers2", "2x2-placed2", "2x1-compiled")
 
 # What has other numbers with micro-batches, or is refused: see docs/pipelines.md.
 WHOLE_BATCHES = {
@@ -173,11 +172,10 @@ def layouts():
     made: list[object] = []
     for workers, devices, servers, core, *more in [
         (1, 2, 0, SUMS),
-        (2, 1, 0, (*OWN, *MIXED, *SAMPLE)),
+        (2, 1, 0, CORE),
         # Of one worker there is nothing to divide.
         (1, 1, 0, PLACED),
         (3, 1, 0, ODD),
-        (4, 1, 0, (*ODD, *PLACED)),
         (2, 2, 0, ("fewer_rows_than_replicas",)),
         (2, 1, 2, ("fewer_rows_than_replicas", *PLACED)),
         # One replica per worker, whose layers are on two devices; micro-batches.
@@ -185,7 +183,7 @@ def layouts():
         # Factors of gradients in place of gradients.
         (2, 1, 0, PLACED, 0, "factors"),
         # Other shares of the rows in each epoch.
-        (2, 1, 0, (*SUMS, *OWN, *MIXED, *SAMPLE), 0, "balance"),
+        (2, 1, 0, (*SUMS, *CORE), 0, "balance"),
         # Compiled by XLA, as the reference is; with one server asynchronous.
         (2, 1, 0, ("embedding",), 0, "compiled"),
         (1, 2, 0, ("embedding",), 0, "compiled"),
@@ -197,15 +195,11 @@ def layouts():
         name += f"-placed{placed}" if placed else ""
         name += f"-{option}" if option else ""
         parts = {"core": core}
-        # Three workers show what an odd number adds, four only more of it.
-        left = workers > 3 or workers * devices == 1 or option in ("balance", "factors")
-        chosen = [] if left else ["core"]
         # A job of all others would take minutes: they are dealt out to six.
         left_out = EQUAL_PARTS if workers * devices > 2 else set()
         left_out = WHOLE_BATCHES | INSIDE | left_out if placed else left_out
         if option == "compiled":
             left_out = NOT_COMPILED | left_out
-            chosen = ["core"] if workers == 2 and not servers else []
         if option == "balance":
             left_out = FIXED_SIZES | EQUAL_PARTS | left_out
             parts["core"] = tuple(case for case in core if case not in left_out)
@@ -217,7 +211,7 @@ def layouts():
         if option != "compiled" or (workers, servers) == (2, 0):
             parts |= {f"{i}": tuple(others[i::6]) for i in range(6)}
         for part, cases in parts.items():
-            marks = [] if part in chosen else [pytest.mark.soak]
+            marks = [] if part == "core" and name in QUICK else [pytest.mark.soak]
             layout = workers, devices, servers, placed, option, cases
             made.append(pytest.param(*layout, id=f"{name}-{part}", marks=marks))
     return made

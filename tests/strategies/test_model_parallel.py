@@ -54,6 +54,7 @@ def test_it_says_what_is_wrong_before_it_trains(run):
     assert {name: found[name][: len(text)] for name, text in begin.items()} == begin
 
 
+@pytest.mark.soak
 def test_what_no_pattern_matches_goes_with_its_caller_then_to_the_first_device(run):
     script = """
     def devices(model):

@@ -152,6 +152,7 @@ result([[line for line in lines if name in line] for name in ("'fixed'", "'odd'"
     assert second == [[], []]
 
 
+@pytest.mark.soak
 def test_ends_of_data_that_keras_counts_as_steps_are_told_of(run):
     """Also with `verbose=0`: Adam's updates differ from plain Keras's."""
     first, second = run("""

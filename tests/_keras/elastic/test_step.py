@@ -7,7 +7,7 @@ import pytest
 from scripts import PRELUDE
 
 from places import SUPPORT
-from sessions import Session
+from workers import Workers
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.soak]
 
@@ -55,18 +55,9 @@ def compare(train):
         repeated += point - section + 1
     hit = run(train, shifted)
     result([calm, hit])
-"""
-
-
-@pytest.fixture(scope="module")
-def session():
-    with Session(SCRIPT, 2, deadline=300) as made:
-        yield made
-
 
 # Two epochs of batches of 16, the last of 6. What a step keeps: statistics, seeds,
 # gradients of the step before, and averages of weights.
-TRAIN = """
 def train():
     with strategy.scope():
         m = keras.Sequential([
@@ -89,8 +80,8 @@ compare(train)
 """
 
 
-def test_a_model_with_statistics_masks_and_metrics(session):
-    found = session.run(TRAIN)
+def test_a_model_with_statistics_masks_and_metrics():
+    found = Workers(SCRIPT, 2, deadline=300).results()
     for calm, hit in found:
         assert calm["changes"] == 0
         assert hit["changes"] == 4
@@ -102,38 +93,3 @@ def test_a_model_with_statistics_masks_and_metrics(session):
             # The workers' parts are added up in another order.
             assert hit["history"][name] == pytest.approx(values, rel=1e-6), name
     assert found[0][1]["history"] == found[1][1]["history"]
-
-
-def test_evaluations_and_predictions_are_begun_again(session):
-    first, second = session.run("""
-keras.utils.set_random_seed(7)
-with strategy.scope():
-    m = keras.Sequential([keras.Input((6,)), layers.Dense(2)])
-    m.compile("sgd", entropy, metrics=["accuracy"], jit_compile=False)
-
-def repeated(call, fail_at=()):
-    double.begin(fail_at)
-    first = double.epoch
-    return {
-        "result": np.asarray(call()).tolist(),
-        "changes": double.epoch - first,
-        "collectives": double.count,
-    }
-
-found = {}
-for name, call in {
-    "evaluate": lambda: m.evaluate(x, y, batch_size=16, verbose=0),
-    "predict": lambda: m.predict(x, batch_size=16, verbose=0),
-}.items():
-    call()  # the first time variables are created, by collectives
-    calm = repeated(call)
-    last = calm["collectives"] - 1
-    # The second failure is in the repetition, at the same collective.
-    found[name] = calm, repeated(call, [last, 2 * last + 1])
-result(found)
-""")
-    for name, (calm, hit) in first.items():
-        assert calm["collectives"] > 0, name
-        assert (calm["changes"], hit["changes"]) == (0, 2), name
-        assert hit["result"] == calm["result"], name
-        assert second[name][1]["result"] == hit["result"], name

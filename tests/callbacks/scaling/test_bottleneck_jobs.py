@@ -11,6 +11,7 @@ import shutil
 import subprocess
 
 import pytest
+from scripts import PRELUDE
 
 from kerasdist.strategies.measure.machine import MachineUsage
 from pace import bound
@@ -18,12 +19,10 @@ from workers import Workers
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
 
-SCRIPT = """
-import dataclasses, gc, json, sys, time
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+SCRIPT = (
+    PRELUDE
+    + """
+import dataclasses, gc
 from kerasdist.callbacks import ScalingTensorBoard
 
 tf.config.threading.set_inter_op_parallelism_threads(4)
@@ -52,6 +51,7 @@ def run(name, layers, data, callbacks=(), batch=16, epochs=1):
         return None
     return [dataclasses.asdict(board.figures), dataclasses.asdict(board.verdict)]
 """
+)
 
 RATE = 25e6  # bytes per second
 

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from scripts import with_prelude
 from tensorboard.util import tensor_util
 
 import kerasdist
@@ -33,12 +34,8 @@ pytestmark = pytest.mark.timeout(150)
 SLOW = 0.04  # seconds that a slow rank's layer sleeps in each step
 READ, UPDATE, CALLBACK = 0.25, 0.006, 0.004  # seconds
 
-SCRIPT = """
-import dataclasses, json, os, statistics, time
-import keras
-import numpy as np
-import tensorflow as tf
-import kerasdist
+SCRIPT = with_prelude("""
+import dataclasses, statistics
 from kerasdist.callbacks import ScaleLearningRate, ScalingTensorBoard
 
 # Or who sleeps in a graph would hold up all others that want the one thread.
@@ -121,7 +118,7 @@ def run(name, m, data, watch, epochs=4, callbacks=(), **more):
         facts["figures"] = dataclasses.asdict(board.figures)
         facts["verdict"] = dataclasses.asdict(board.verdict)
     return facts
-"""
+""")
 
 BODY = """
 found = {}

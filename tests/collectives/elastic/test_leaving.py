@@ -2,6 +2,7 @@ import signal
 
 import pytest
 from elastic_members import start
+from soak import soak
 
 TERM = signal.SIGTERM
 
@@ -64,7 +65,7 @@ def test_one_that_cant_leave_in_time_is_lost():
 
 
 @pytest.mark.parametrize(
-    "ends", [[[0, 3], [1, 3], [2, 4]], [[2, 3], [0, 8], [1, 7]]], ids=str
+    "ends", [soak([[0, 3], [1, 3], [2, 4]]), [[2, 3], [0, 8], [1, 7]]], ids=str
 )
 def test_servers_end_with_the_last_members(ends):
     """They waited for workers, and then ended with `WorkerLost`."""

@@ -2,6 +2,7 @@ import signal
 
 import pytest
 from elastic_members import check, start
+from soak import soak
 
 from hosts import Hosts
 from pace import bound
@@ -13,7 +14,7 @@ KILL = signal.SIGKILL
     ("size", "ends", "transport"),
     [
         (2, [[0, 6, KILL]], "tcp"),
-        (4, [[3, 6, KILL], [2, 13, KILL], [1, 20, KILL]], "shared_memory"),
+        soak(4, [[3, 6, KILL], [2, 13, KILL], [1, 20, KILL]], "shared_memory"),
         (4, [[0, 6, KILL], [2, 6, KILL]], "auto"),
     ],
     ids=["chief", "one after the other", "at once"],

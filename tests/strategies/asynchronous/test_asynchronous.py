@@ -132,6 +132,7 @@ assert strategy.staleness == observe.stale[-1]
         assert reads == (epoch + 1) * 30
 
 
+@pytest.mark.soak
 def test_epoch_metrics_are_of_all_workers(run):
     body = """
 class Rows(keras.metrics.Sum):
@@ -244,6 +245,7 @@ result([m.reads, m.get_weights()[0].tolist(), behind.staleness])
                 assert held >= min(clock - bound, totals[other])
 
 
+@pytest.mark.soak
 def test_weights_that_callbacks_set_are_taken_once(run):
     body = """
 class Set(keras.callbacks.Callback):

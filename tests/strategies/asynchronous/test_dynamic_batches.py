@@ -296,6 +296,7 @@ for kind in (plain, with_a_function, with_next, over_the_dataset):
             assert max(traces for *_, traces in workers) <= 2 * devices, name
 
 
+@pytest.mark.soak
 def test_a_batch_for_one_worker_and_loops_that_are_left(run):
     """Workers take other numbers of batches, and meet after each pass in any case."""
     body = LOOP

@@ -81,7 +81,7 @@ result([[d for d, _ in digests.found], client.tables[-1].layout.variables[0].spa
     [
         soak({"size": 3, "staleness": 2}, id="bounded"),
         pytest.param({}, id="free"),
-        pytest.param({"constraint": "non_neg", "replicas": 2}, id="compared_two"),
+        soak({"constraint": "non_neg", "replicas": 2}, id="compared_two"),
     ],
 )
 def test_no_change_of_any_worker_is_missing_or_there_twice(run, options):
@@ -130,6 +130,7 @@ result(counts)
                 assert len(steps) * size <= received < 8 * (size + 4000)
 
 
+@pytest.mark.soak
 def test_what_else_changes_rows(run):
     """Between epochs rank 0's rows are everybody's; in the midst of one they aren't."""
     body = """

@@ -76,6 +76,7 @@ def test_host_memory_is_never_silent_on_gpus(
         assert text.startswith(begin_of_it)
 
 
+@pytest.mark.soak
 def test_sums_on_devices_are_those_of_the_host():
     """In graphs and eagerly; nothing listens; a replica that fails spoils nothing."""
     found = run(

@@ -2,6 +2,7 @@ import keras
 import numpy as np
 import pytest
 from scripts import NOTING, PRELUDE
+from soak import soak
 
 import kerasdist
 from sessions import Session
@@ -186,7 +187,8 @@ result([list(equal), list(set(shapes))])
     assert run(body) == [[[3], [None]], [[2], [None]]]
 
 
-def test_parts_for_gpus_take_another_way_with_the_same_numbers():
+@pytest.mark.parametrize("data", ["{'x': dataset}", soak("arrays")])
+def test_parts_for_gpus_take_another_way_with_the_same_numbers(data):
     # TensorFlow's iterator, which fetches to devices, does the same on CPU devices.
     script = """
 logical_devices(2)
@@ -198,22 +200,26 @@ x = np.random.default_rng(0).normal(size=(25, 4)).astype("float32")
 y = x.sum(axis=1, keepdims=True)
 dataset = untuned(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))
 
-def numbers(*data, batch_size=None, steps=1):
+arrays = {"x": x, "y": y, "batch_size": 8}
+
+def numbers(data, steps):
     keras.utils.set_random_seed(1)
     with strategy.scope():
         m = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
-        m.compile("adam", "mse", steps_per_execution=steps)
-    history = m.fit(*data, batch_size=batch_size, epochs=2, verbose=0).history["loss"]
+        m.compile("sgd", "mse", steps_per_execution=steps)
+    history = m.fit(**data, epochs=2, verbose=0).history["loss"]
     weights = [w.tolist() for w in m.get_weights()]
     return [history, weights, m.predict(x, verbose=0).tolist()]
 
 for _ in range(2):
     kind = type(strategy.extended.distribute_parts(tf.data.Dataset.range(2)))
-    result([kind.__name__, numbers(x, y, batch_size=8, steps=3), numbers(dataset)])
+    result([kind.__name__, numbers(%s, steps=3)])
     SharingExtended.distribute_parts = functools.partialmethod(
         SharingExtended.distribute_parts, complete=False)
 """
-    (host, *ours), (gpus, *theirs) = Workers(PRELUDE + script, 1).run()[0].results
+    (host, *ours), (gpus, *theirs) = (
+        Workers(PRELUDE + script % data, 1).run()[0].results
+    )
     assert (host, gpus) == ("PartsDataset", "DistributedDatasetsFromFunction")
     assert ours == theirs
 
