@@ -82,7 +82,9 @@ demo: $(VENV)/.demo
 	@echo "How it scales, in charts: $(BIN)/tensorboard --logdir demo-board," \
 	  "then open http://localhost:6006/#custom_scalars"
 
-test: lint types docs
+# The two environments, and what is done in them, at the same time.
+test:
+	$(MAKE) --jobs 2 --output-sync lint types docs
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-versions: test-oldest test-newest

@@ -128,9 +128,8 @@ PLACED = ("custom_train_step", "embedding")
 # What a script does with gradients, functions and state that mix rows, and one of each
 # other kind: no other layout adds to these.
 CORE = (
-    *("changed_slices", "upstream_gradients", "optimizers_that_change_gradients"),
-    *("functions_that_mix_rows", "state_of_layers", "mixed_precision"),
-    "zipped_batches_of_two_sizes",
+    *("changed_slices", "optimizers_that_change_gradients", "mixed_precision"),
+    *("functions_that_mix_rows", "state_of_layers"),
 )
 # In `make test`, with their core alone. Three workers show what an odd number adds.
 QUICK = ("1x2", "2x1", "3x1", "2x2", "2x1-servers2", "2x2-placed2", "2x1-compiled")

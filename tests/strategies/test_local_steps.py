@@ -68,7 +68,6 @@ one = kerasdist.LocalSteps(1, outer=keras.optimizers.SGD(1.0))
 results = {
     "sync": train(None),
     "1": train(one),
-    "2": train(2),
     "4": train(4),
 }
 if "MORE" in os.environ:
@@ -150,13 +149,12 @@ def test_one_local_step_of_sgd_is_a_step_of_all(results):
 def test_bytes_are_divided_by_the_number_of_steps(results):
     # Four steps an epoch, two epochs: and what is sent once for an epoch.
     size = results["1"]["size"]
-    sent = {name: results[name]["sent"] for name in ("sync", "1", "2", "4")}
-    assert sent["2"] - sent["4"] == pytest.approx(2 * size, rel=0.05)
-    assert sent["1"] - sent["2"] == pytest.approx(4 * size, rel=0.05)
+    sent = {name: results[name]["sent"] for name in ("sync", "1", "4")}
+    assert sent["1"] - sent["4"] == pytest.approx(6 * size, rel=0.05)
     assert sent["4"] < 0.5 * sent["sync"]
 
 
-@pytest.mark.parametrize("name", ["2", soak("adam"), soak("several")])
+@pytest.mark.parametrize("name", ["4", soak("adam"), soak("several")])
 def test_training_evaluating_and_saving_mean_what_they_mean(results, name):
     found = results[name]
     history = found["history"]

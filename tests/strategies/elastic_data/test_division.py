@@ -94,6 +94,7 @@ check({0: "ab", 2: "b"}, 1, arrays(x=sparse, shuffle=False), local=2)
 """)
 
 
+@pytest.mark.soak
 def test_datasets_when_a_worker_is_lost(run):
     """3 workers, then 2; the last batch is partial, and has fewer rows than workers."""
     run("""
