@@ -84,7 +84,7 @@ demo: $(VENV)/.demo
 
 # The two environments, and what is done in them, at the same time.
 test:
-	$(MAKE) --jobs 2 --output-sync lint types docs
+	$(MAKE) --jobs 2 lint types docs
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 test-versions: test-oldest test-newest

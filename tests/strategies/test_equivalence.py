@@ -118,8 +118,7 @@ def reference(names, folder, option):
         yield wait
 
 
-# What other layouts add to two workers: the division of rows, and how replicas meet;
-# two replicas in each of two workers: sums of sums.
+# What other layouts add to two workers: the division of rows, and how replicas meet.
 SUMS = ("fewer_rows_than_replicas", "accumulation_of_slices")
 # What a third worker adds: sums that aren't those of pairs.
 ODD = ("fewer_rows_than_replicas", "overflow_on_one_replica")

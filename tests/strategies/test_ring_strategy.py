@@ -186,6 +186,25 @@ result([strategy.rank, strategy.size, initial, weights(m), history.history, eval
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.soak
+def test_two_strategies_in_one_process_do_not_disturb_each_other(run):
+    a, b = run("""
+x, y = data(32)
+second = kerasdist.RingStrategy()
+models = [model(strategy), model(second)]
+for m in models:
+    m.fit(x, y, batch_size=16, verbose=0)
+second.close()
+third = kerasdist.RingStrategy()
+models.append(model(third))
+for m in models[::2]:
+    m.fit(x, y, batch_size=16, verbose=0)
+third.close()
+result([weights(m) for m in models])
+""")
+    assert a == b
+
+
 def test_custom_loop(run):
     """Outside of fit: run, reduce, gather and values, as TensorFlow has them."""
     results = run("""

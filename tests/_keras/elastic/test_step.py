@@ -38,24 +38,6 @@ def run(train, fail_at=()):
     found["collectives"] = double.count
     return found
 
-def compare(train):
-    '''Runs without a failure, and with some: at the first step's first collective,
-    in the middle of a step, at a step's last one, in the reading of the metrics.'''
-    calm = run(train)
-    firsts = [first for first, _ in calm["sections"]]
-    # The last section is the last epoch's reading.
-    in_step, reading = firsts[3] + (firsts[4] - firsts[3]) // 2, firsts[-1]
-    # Each failure repeats what its section had begun, which counts, too.
-    last_of_step = firsts[5] - 1
-    points = [0, in_step, last_of_step, reading]
-    shifted, repeated = [], 0
-    for point in points:
-        shifted.append(point + repeated)
-        section = max(first for first in firsts if first <= point)
-        repeated += point - section + 1
-    hit = run(train, shifted)
-    result([calm, hit])
-
 # Two epochs of batches of 16, the last of 6. What a step keeps: statistics, seeds,
 # gradients of the step before, and averages of weights.
 def train():
@@ -76,7 +58,22 @@ def train():
         "step": strategy.communicator.step,
     }
 
-compare(train)
+# Runs without a failure, and with some: at the first step's first collective,
+# in the middle of a step, at a step's last one, in the reading of the metrics.
+calm = run(train)
+firsts = [first for first, _ in calm["sections"]]
+# The last section is the last epoch's reading.
+in_step, reading = firsts[3] + (firsts[4] - firsts[3]) // 2, firsts[-1]
+# Each failure repeats what its section had begun, which counts, too.
+last_of_step = firsts[5] - 1
+points = [0, in_step, last_of_step, reading]
+shifted, repeated = [], 0
+for point in points:
+    shifted.append(point + repeated)
+    section = max(first for first in firsts if first <= point)
+    repeated += point - section + 1
+hit = run(train, shifted)
+result([calm, hit])
 """
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 import pytest
-from scripts import PRELUDE
+from scripts import with_prelude
 
 from kerasdist.strategies.measure.machine import MachineUsage
 from pace import bound
@@ -19,9 +19,7 @@ from workers import Workers
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
 
-SCRIPT = (
-    PRELUDE
-    + """
+SCRIPT = with_prelude("""
 import dataclasses, gc
 from kerasdist.callbacks import ScalingTensorBoard
 
@@ -50,8 +48,7 @@ def run(name, layers, data, callbacks=(), batch=16, epochs=1):
     if board.figures is None:
         return None
     return [dataclasses.asdict(board.figures), dataclasses.asdict(board.verdict)]
-"""
-)
+""")
 
 RATE = 25e6  # bytes per second
 

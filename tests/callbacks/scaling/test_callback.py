@@ -358,8 +358,8 @@ def test_a_calibration_changes_nothing(tmp_path):
 @pytest.mark.soak
 def test_figures_of_asynchronous_workers_are_what_is_counted(tmp_path):
     env = {"KIND": "async", "FOLDER": str(tmp_path)}
-    script = CONSTANTS + SCRIPT + BODY
-    with Workers(script, 2, env=env, deadline=120, servers=1) as job:
+    more = {"env": env, "deadline": 120, "servers": 1}
+    with Workers(CONSTANTS + SCRIPT + BODY, 2, **more) as job:
         chief, other = job.succeed()[:2]
     check_counts("async", chief.result, other.result, chief.output, tmp_path)
 

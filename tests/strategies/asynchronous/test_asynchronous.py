@@ -2,7 +2,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from soak import but_soak, soak
+from soak import soak
 
 import kerasdist
 from asynchronous import BEFORE, OPTIMIZERS, SETUP
@@ -38,9 +38,7 @@ def products_in_order():
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("products_in_order")
-@pytest.mark.parametrize(
-    "name", but_soak(["schedule_accumulation"], [*OPTIMIZERS, "normalized"])
-)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "normalized"])
 def test_one_worker_is_plain_keras(name, tmp_path):
     """Alone, and with a table of weights, which it has for the sake of snapshots."""
     rng = np.random.default_rng(0)

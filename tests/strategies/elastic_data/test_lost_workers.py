@@ -68,8 +68,6 @@ result(values)
 def test_weights_and_metrics_are_those_of_one_process(kinds):
     """Ranks 1 and 0 of 3 are killed: every row counts exactly once all the same.
 
-    In `make soak` models are compiled by XLA.
-
     Data that differ are refused, as a lost chief's can't be used.
     """
     expected = Workers(SCRIPT, 1, ["1", *kinds], deadline=120).run()[0].result
