@@ -69,7 +69,8 @@ BENCHMARKS := $(filter-out bench-gpu-check,\
 PACKAGING := setup.py pyproject.toml kerasdist/_version.py \
   kerasdist/collectives/_kernels.c Makefile $(CONSTRAINTS)
 
-.PHONY: demo test pytest lint types viewers manifests engines docs soak soak-membership soak-elastic
+.PHONY: demo test tests-compiled pytest lint types viewers manifests engines docs soak
+.PHONY: soak-membership soak-elastic
 .PHONY: lock wheel clean
 .PHONY: bench $(BENCHMARKS) gpu-check
 .PHONY: test-versions test-oldest test-newest test-next test-pages figures size
@@ -84,8 +85,13 @@ demo: $(VENV)/.demo
 
 # The two environments, and what is done in them, at the same time.
 test:
-	$(MAKE) --jobs 2 lint types docs
+	$(MAKE) --jobs 2 lint types docs tests-compiled
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
+
+# Once, not in each process that runs tests, which say what they find wrong.
+tests-compiled: $(VENV)/.test
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -m "not soak" --collect-only \
+	  >/dev/null 2>&1 || true
 
 test-versions: test-oldest test-newest
 
@@ -141,15 +147,15 @@ docs: .venv-docs/.created
 	REPOSITORY=$(REPOSITORY) NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 soak: $(VENV)/.test viewers manifests .venv-docs/.created
-	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(PYTEST_ARGS)
+	OPTIMIZED=1 $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(PYTEST_ARGS)
 
 # With the counts of each part.
 soak-membership: $(VENV)/.test
-	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
+	OPTIMIZED=1 $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
 	  $(PYTEST_ARGS)
 
 soak-elastic: $(VENV)/.test
-	$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -rP tests/strategies/test_elastic_*.py \
+	OPTIMIZED=1 $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -rP tests/strategies/test_elastic_*.py \
 	  tests/strategies/elastic_data tests/collectives/elastic tests/_keras/elastic \
 	  $(PYTEST_ARGS)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -42,6 +42,9 @@ from kerasdist._tf.compiled_step import in_parts as in_parts
 from kerasdist._tf.compiled_step import in_xla as in_xla
 from kerasdist._tf.compiled_step import outside_of_xla as outside_of_xla
 from kerasdist._tf.tensor_origins import function_graph as function_graph
+
+# Seeds of operations are counted up from 0.
+_SEEDS_APART = 1_000_003
 
 # The eager context: devices, variables, seeds and collectives of this process.
 
@@ -167,6 +170,25 @@ def set_global_seed_if_none(draw: Callable[[], int]) -> None:
     """Set TensorFlow's global seed to `draw()`, unless the script has set one."""
     if context.global_seed() is None:
         tf.random.set_seed(draw())
+
+
+@contextlib.contextmanager
+def own_seed(replica: int) -> Iterator[None]:
+    """Let `tf.random` draw other numbers in the block than other replicas do.
+
+    The seed of a graph, or of eager operations, is shifted by the replica's number over
+    all workers: that of replica 0 stays what it is. Graphs that are made in the block
+    inherit it.
+    """
+    eager = executing_eagerly()
+    holder = context.context() if eager else tf.compat.v1.get_default_graph()
+    seed = holder._seed
+    if seed is not None:
+        holder._seed = seed + _SEEDS_APART * replica
+    try:
+        yield
+    finally:
+        holder._seed = seed
 
 
 def seeding() -> object:

@@ -2,6 +2,7 @@ import threading
 
 import numpy as np
 import pytest
+from soak import soak
 from test_communicator import (
     COMPLEX,
     FLOATS,
@@ -17,7 +18,7 @@ from kerasdist import errors
 from pace import bound
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, soak(1)])
 def test_random_sequences_of_collectives(group, seed):
     script = np.random.default_rng([6, seed])
     plan = []

@@ -119,7 +119,7 @@ def run(command: list[str], folder: Path, what: str) -> str:
     done = subprocess.run(
         command,
         cwd=folder,
-        env=python_env({**ENVIRONMENT, "PATH": path}),
+        env=python_env({**ENVIRONMENT, "PATH": path, "OPTIMIZED": "1"}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -86,6 +86,7 @@ if rank == 0:
     with open(sys.argv[1], "wb") as file:
         pickle.dump(collected, file)
 """
+SHARED = {"TESTS": SCRIPTS_PATH, "OPTIMIZED": "1"}
 Numbers = dict[str, dict[str, np.ndarray]]
 pytestmark = pytest.mark.timeout(400)
 
@@ -97,7 +98,7 @@ _compiled: Numbers = {}
 @contextlib.contextmanager
 def reference(names, folder, option):
     """Starts to make the numbers of one plain process; waits for them when called."""
-    known, env = _plain, {"TESTS": SCRIPTS_PATH, "PLAIN": "1", "TF_CONFIG": None}
+    known, env = _plain, {**SHARED, "PLAIN": "1", "TF_CONFIG": None}
     if option == "compiled":
         known, env = _compiled, {**env, "COMPILED": "1"}
     missing = [name for name in names if name not in known]
@@ -130,8 +131,8 @@ CORE = (
     *("changed_slices", "optimizers_that_change_gradients", "mixed_precision"),
     *("functions_that_mix_rows", "state_of_layers"),
 )
-# In `make test`, with their core alone. Three workers show what an odd number adds.
-QUICK = ("1x2", "2x1", "3x1", "2x2", "2x1-servers2", "2x2-placed2", "2x1-compiled")
+# In `make test`, with their core. Three workers show what an odd number adds.
+QUICK = ("2x1", "3x1", "2x2", "2x1-servers2", "2x2-placed2", "2x1-compiled")
 
 # What has other numbers with micro-batches, or is refused: see docs/pipelines.md.
 WHOLE_BATCHES = {
@@ -223,7 +224,7 @@ def test_workers_equal_one_process(
 ):
     path = tmp_path / "numbers"
     env = {
-        "TESTS": SCRIPTS_PATH,
+        **SHARED,
         "DEVICES": str(devices),
         "STRATEGY": "ParameterServerStrategy" if servers else "RingStrategy",
     }

@@ -15,6 +15,8 @@ import re, tempfile
 from keras import layers
 
 logical_devices(DEVICES)
+# Grappler moves and prices operations, see `warm.py`.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 numpy = keras.ops.convert_to_numpy
 
 def refused(call, error=ValueError):

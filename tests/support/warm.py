@@ -3,9 +3,11 @@
 The import takes 2 s of CPU, most of what a small job takes at all. So a process that
 has done it once (`warm_process.py`) forks the workers. Such a worker differs from one
 that is started cold only in that the two, and kerasdist's strategies, are imported
-already, and that operations of its graphs don't know where they were made; it has its
-own session, environment, arguments, folder, output and random numbers, and ends like
-any other.
+already, that operations of its graphs don't know where they were made, and that
+Grappler leaves its graphs alone without `OPTIMIZED` in the environment (`make soak`,
+`test_equivalence.py`) or a script that asks for it (`devices.py`). It has its own
+session, environment, arguments, folder, output and random numbers, and ends like any
+other.
 
 Even ranks have one warm process and odd ranks another: as in reality the two have
 different hashes of strings, hence orders of sets, and different addresses.

@@ -43,13 +43,16 @@ def main() -> None:
     atexit.register(_forget, kept)
     gc.disable()  # a sixth of it is collections, which find nothing
     import keras  # noqa: F401
-    import tensorflow  # noqa: F401
+    import tensorflow
     from tensorflow.python.util import tf_stack
 
     # Each operation of a graph keeps its caller's whole stack, for messages: a seventh
     # of a small job. Here all keep this one.
     here = tf_stack.extract_stack()
     tf_stack.extract_stack = lambda stacklevel=1: here
+    # Grappler takes an eighth of a small job.
+    set_options = tensorflow.config.optimizer.set_experimental_options
+    set_options({"disable_meta_optimizer": True})
     # 150 modules, which take a worker of a small job a fifth of its time. The import
     # changes nothing of Keras and TensorFlow: the first strategy does.
     from kerasdist import (  # noqa: F401
@@ -77,6 +80,8 @@ def main() -> None:
         if worker is None:
             control.close()
             _become({**request, "env": request["env"] | by_import}, fds)
+            if "OPTIMIZED" in os.environ:
+                set_options({"disable_meta_optimizer": False})
             _run(request["script"])
             return
         for fd in fds:

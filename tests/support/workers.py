@@ -73,6 +73,11 @@ _STARTUP = Path(__file__).with_name("startup")  # begun with by all processes
 _paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 if str(_STARTUP) not in _paths:  # with `pytest -n` it is already
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_STARTUP), *_paths]))
+# Each process compiles kernels, and makes graphs ready for them: a third of a small
+# job. `make soak` and what has `OPTIMIZED` in its environment do so.
+_LIGHT = {"TENSORFLOW_USE_CUSTOM_CONTRACTION_KERNEL": "0", "TF_ENABLE_ONEDNN_OPTS": "0"}
+if "OPTIMIZED" not in os.environ:
+    os.environ.update({**_LIGHT, **os.environ})
 # Before anything was imported, or a test has begun, that changes it.
 _SURROUNDINGS = dict(os.environ)
 # `print` writes its arguments one by one, and a log line of another thread may get
@@ -184,7 +189,8 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "TF_NUM_INTEROP_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",
     }
-    return env | dict(extra or {})
+    env |= extra or {}
+    return {k: v for k, v in env.items() if "OPTIMIZED" not in env or k not in _LIGHT}
 
 
 def output_of(*command: str | Path, within: float = 150.0, **extra: str) -> str:

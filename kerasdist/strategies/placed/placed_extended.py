@@ -73,14 +73,11 @@ class HybridExtended(SynchronousExtended):
         with placed_step(self.kerasdist):
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
-            return _tf.call_replica(
-                self._container_strategy(),
-                self.workers.layout.first,
-                fn,
-                args,
-                kwargs,
-                None,
-            )
+            first = self.workers.layout.first
+            with _tf.own_seed(first):
+                return _tf.call_replica(
+                    self._container_strategy(), first, fn, args, kwargs, None
+                )
 
 
 class _Beside:

@@ -184,16 +184,13 @@ class SynchronousExtended(SharingExtended):
         return False
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        if len(self._devices) > 1:
-            return super()._call_for_each_replica(fn, args, kwargs)
-        return _tf.call_replica(
-            self._container_strategy(),
-            self.workers.layout.first,
-            fn,
-            args,
-            kwargs,
-            self._devices[0],
-        )
+        first = self.workers.layout.first
+        with _tf.own_seed(first):
+            if len(self._devices) > 1:
+                return super()._call_for_each_replica(fn, args, kwargs)
+            return _tf.call_replica(
+                self._container_strategy(), first, fn, args, kwargs, self._devices[0]
+            )
 
     # Values.
 

@@ -358,6 +358,7 @@ result([error_of(lambda: keras.models.load_model(name)) for name in names])
     assert len(warnings) == 1
 
 
+@pytest.mark.soak
 def test_a_lost_chief_writes_nothing_and_nobody_waits_for_it(tmp_path):
     body = """
 m = build()

@@ -211,3 +211,23 @@ result(a)
 """
     masks = {tuple(mask) for both in run(body) for mask in both}
     assert len(masks) == 4
+
+
+def test_noise_differs_per_replica_and_is_reproducible(run):
+    """Of `tf.random`, whose seed is the same on all workers, also if none was set."""
+    body = """
+def noise(eagerly):
+    tf.random.set_seed(5)
+    draw = lambda: tf.random.normal([])
+    step = lambda: tf.stack([tf.cond(tf.constant(True), draw, draw), draw()])
+    both = lambda: (strategy.run(step), draw())
+    drawn = both if eagerly else tf.function(both)
+    return [np.ravel(each).tolist() for _ in range(2) for each in drawn()]
+for eagerly in (False, True):
+    assert noise(eagerly) == noise(eagerly)
+result([noise(False), noise(True)])
+"""
+    for first, second in zip(*run(body), strict=True):
+        assert first[1::2] == second[1::2]  # outside of the step
+        steps = first[::2] + second[::2]
+        assert all(len(set(column)) == 4 for column in zip(*steps, strict=True))

@@ -221,7 +221,7 @@ def draw(x, y):
         chosen = r.integers(0, len(x), 32)
         yield x[chosen], y[chosen]
 trial("shuffled", shuffled)
-trial("listed", listed, more=True)
+trial("listed", listed)
 h = m.fit(draw(X, Y), epochs=3, steps_per_epoch=4, verbose=0)
 result("generator", numbers(m, *h.history.values()))
 def ends():

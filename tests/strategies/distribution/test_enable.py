@@ -5,12 +5,10 @@ numbers without a distribution before, hence alone.
 """
 
 import importlib.util
-import zipfile
 
 import pytest
 from scripts import PRELUDE, RUN_TESTS, with_prelude
 
-from places import ROOT
 from workers import Workers
 
 _MODEL = with_prelude("""
@@ -163,16 +161,6 @@ def test_what_is_refused_and_data_of_each_worker():
         for refusal, text in zip(refusals, texts, strict=True):
             assert refusal.startswith(text)
         assert mine == pytest.approx(alone, rel=2e-5)
-
-
-def test_the_script_of_the_page(tmp_path):
-    page = (ROOT / "docs" / "keras_distribution.md").read_text(encoding="utf-8")
-    script = page.partition("```python\n")[2].partition("```")[0]
-    script = f"import os\n\nos.chdir({str(tmp_path)!r})\n{script}"
-    first, second = Workers(script, 2, deadline=120).run()
-    assert "2 workers with 2 replicas in all, global batch 64" in first.output
-    assert "loss" not in second.output
-    assert zipfile.is_zipfile(tmp_path / "model.keras")
 
 
 # Keras's own tests of these classes, which it skips unless its backend is JAX.

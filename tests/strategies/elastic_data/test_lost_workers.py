@@ -101,6 +101,7 @@ result(int(model.optimizer.iterations.numpy()))
 """)
 
 
+@pytest.mark.soak
 def test_the_rest_of_a_lost_workers_own_data_is_skipped():
     with Workers(OWN, 3, deadline=120) as job:
         found = [job.wait_one(rank) for rank in (0, 2)]

@@ -10,7 +10,7 @@ from scripts import with_prelude
 
 from workers import Workers
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.soak]
 
 SCRIPT = with_prelude("""
 from kerasdist.collectives.checked import CheckedCommunicator

@@ -21,4 +21,4 @@ class _WithoutExtras:
 
 sys.meta_path.insert(0, _WithoutExtras())
 # Graphs that are traced are many objects that live on: fewer collections find them.
-gc.set_threshold(10_000, 20, 20)
+gc.set_threshold(50_000, 20, 20)

@@ -120,7 +120,7 @@ def test_those_of_a_large_job_fit_into_a_frame():
 ODD = st.sampled_from([None, -2, 1.5, 1 << 80, "x", [], {}, True, [[]], float("nan")])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(MESSAGES, st.data())
 def test_a_field_that_is_changed_is_refused_or_read_as_another(message, data):
     place = json.loads(zlib.decompress(epochs.encode(message)))

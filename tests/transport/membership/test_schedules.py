@@ -10,7 +10,7 @@ from kerasdist.collectives.elastic.epochs import Member, StopReason
 from membership_world import Violation, World, run
 
 # Seeds of the suite, and those of the soak test in this many parts.
-FEW, MANY, PARTS = 2000, 1_000_000, 20
+FEW, MANY, PARTS = 1000, 1_000_000, 20
 
 
 class Lenient(Attempt):
