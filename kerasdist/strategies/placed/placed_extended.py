@@ -74,7 +74,7 @@ class HybridExtended(SynchronousExtended):
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             first = self.workers.layout.first
-            with _tf.own_seed(first):
+            with _tf.own_seed(self.workers.current_replica()):
                 return _tf.call_replica(
                     self._container_strategy(), first, fn, args, kwargs, None
                 )

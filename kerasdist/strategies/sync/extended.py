@@ -185,7 +185,7 @@ class SynchronousExtended(SharingExtended):
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         first = self.workers.layout.first
-        with _tf.own_seed(first):
+        with _tf.own_seed(self.workers.current_replica()):
             if len(self._devices) > 1:
                 return super()._call_for_each_replica(fn, args, kwargs)
             return _tf.call_replica(
