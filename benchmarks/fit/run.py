@@ -197,7 +197,7 @@ def main() -> None:
             report.add(line)
         for name in ended:
             report.add(f"{name}: a process crashed; what was measured before counts.")
-    report.write()
+        report.write()  # what was measured stays, if the next one is interrupted
 
 
 if __name__ == "__main__":
