@@ -213,8 +213,7 @@ result(a)
     assert len(masks) == 4
 
 
-def test_noise_differs_per_replica_and_is_reproducible(run):
-    """Of `tf.random`, whose seed is the same on all workers, also if none was set."""
+def test_noise_of_tf_random_differs_per_replica_and_is_reproducible(run):
     body = """
 def noise(eagerly):
     tf.random.set_seed(5)
