@@ -183,12 +183,12 @@ def own_seed(replica: int) -> Iterator[None]:
     eager = executing_eagerly()
     holder = context.context() if eager else tf.compat.v1.get_default_graph()
     seed = holder._seed
-    if seed is not None:
-        holder._seed = seed + _SEEDS_APART * replica
+    own = holder._seed = None if seed is None else seed + _SEEDS_APART * replica
     try:
         yield
     finally:
-        holder._seed = seed
+        if holder._seed == own:  # else the block has set another one
+            holder._seed = seed
 
 
 def seeding() -> object:
