@@ -34,7 +34,7 @@ from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.measure.communication import StepTimes
 from kerasdist.strategies.measure.stages import StageClock, StageTimes
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
-from kerasdist.strategies.placed.one_device import on_one_device
+from kerasdist.strategies.placed.placer import on_one_device
 from kerasdist.strategies.sync.data import SharingExtended
 
 # The lengths of windows of steps, in calls, which all workers know.
@@ -352,7 +352,7 @@ class JobView:
 # so that no wait is longer than a call, however many calls there are.
 #
 # If one model is on several devices of a single worker, one device takes the steps with
-# the whole model (`strategies.placed.one_device`).
+# the whole model (`strategies.placed.placer`).
 
 _WARM_UP = 2  # calls, the first of which traces
 SECONDS = 1.0

@@ -41,7 +41,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     callbacks/ is inside of the package then.
     """
     text = (ROOT / "kerasdist/_version.py").read_text(encoding="utf-8")
-    config.site_name += " " + text.split("__version__ = ")[1].strip().strip('"')
+    config.site_name += " " + text.split("__version__ = ")[1].split('"')[1]
     folder = tempfile.TemporaryDirectory(prefix="kerasdist-docs-")
     _sources.append(folder)
     package = Path(folder.name) / "kerasdist"

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerasdist import errors
-from kerasdist._tested import TESTED_VERSIONS
-from kerasdist._version import __version__
+from kerasdist._version import TESTED_VERSIONS, __version__
 from kerasdist.errors import KerasDistError, WorkerLost
 from kerasdist.transport import log as _default_handler
 
@@ -42,14 +41,13 @@ if TYPE_CHECKING:
     from kerasdist.collectives.communicator import Communicator
     from kerasdist.compression import Factors, PowerSGD, TopK
     from kerasdist.placement.plan import Plan
-    from kerasdist.run_function.predict import predict
+    from kerasdist.prediction.report import predict
     from kerasdist.run_function.run import run
     from kerasdist.strategies.distribution import enable_keras_distribution
     from kerasdist.strategies.local_steps import LocalSteps
-    from kerasdist.strategies.model_parallel import ModelParallelStrategy
+    from kerasdist.strategies.model_parallel import ModelParallelStrategy, plan
     from kerasdist.strategies.parameter_server import ParameterServerStrategy
     from kerasdist.strategies.placed.report import PlacementReport
-    from kerasdist.strategies.plan import plan
     from kerasdist.strategies.ring import RingStrategy
 
 __all__ = [
@@ -89,8 +87,8 @@ _LAZY = {
     "TopK": "kerasdist.compression",
     "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
-    "plan": "kerasdist.strategies.plan",
-    "predict": "kerasdist.run_function.predict",
+    "plan": "kerasdist.strategies.model_parallel",
+    "predict": "kerasdist.prediction.report",
     "run": "kerasdist.run_function.run",
 }
 

@@ -45,11 +45,11 @@ def copy(rank: str, size: str, store: str) -> Column:
 
 def communicator(transport: str, compiled: bool = True) -> Column:
     from kerasdist.cluster import resolve
-    from kerasdist.collectives import connect, kernels
+    from kerasdist.collectives import connect, fused_buffer
 
     if not compiled:
-        kernels.compiled = None
-    elif transport == "shared_memory" and kernels.compiled is None:
+        fused_buffer.compiled_combine = None
+    elif transport == "shared_memory" and fused_buffer.compiled_combine is None:
         raise RuntimeError(
             "Received: kerasdist that was installed without a C compiler. Install one, "
             "and kerasdist again, or leave the column out (--columns)."

@@ -39,11 +39,11 @@ else:
     strategy = None
     if MODE == "ring":
         import kerasdist
-        from kerasdist.collectives import kernels
+        from kerasdist.collectives import fused_buffer
         from kerasdist.collectives.fused_buffer import in_buckets
 
         if os.environ.get("FIT_NUMPY"):
-            kernels.compiled = None
+            fused_buffer.compiled_combine = None
         options = json.loads(os.environ.get("RING_OPTIONS", "{}"))
         strategy = kerasdist.RingStrategy(**options)
     elif MODE == "placed":

@@ -122,7 +122,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from kerasdist.cli.run.hosts.find_gpus import find_gpus
+    from kerasdist.cli.run.hosts.probe import find_gpus
 
     most = 2
     if options.devices == "gpu":

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kerasdist.transport import tls
-from kerasdist.transport.credentials import Credentials
+from kerasdist.transport.tls import Credentials
 
 # Encrypted in one call, as in `kerasdist.transport.tls`.
 PIECE = 1 << 18

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 import keras
 
 from kerasdist._keras import patches
-from kerasdist._tested import range_in_words
 from kerasdist._tf.patching import Patcher
+from kerasdist._version import range_in_words
 from kerasdist.errors import IncompatibleKerasError
 
 

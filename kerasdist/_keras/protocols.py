@@ -261,7 +261,7 @@ class KerasHooks:
         dynamic: The epochs of asynchronous workers; None if they are synchronous.
         elastic: Changes of membership; None if the workers stay the same.
         local: Steps of each worker by itself; None if gradients are reduced.
-        norms: The `strategies.measure.gradient_norms.GradientNormMeter`; None where a
+        norms: The `strategies.reduce.gradients.GradientNormMeter`; None where a
             step doesn't update by the mean gradient of all replicas.
         checkpoint: The `elastic.training_state.CheckpointFile` of an elastic job;
             else None.

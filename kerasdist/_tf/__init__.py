@@ -1,8 +1,8 @@
 """The TensorFlow seam: the only package that imports `tensorflow.python`.
 
 It holds all that kerasdist needs of TensorFlow beyond its public API, so that a new
-TensorFlow is checked by reading one package. `kerasdist._tested` has the versions. This
-module has the parts of `tf.distribute` that strategies need.
+TensorFlow is checked by reading one package. `kerasdist._version` has the versions.
+This module has the parts of `tf.distribute` that strategies need.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from kerasdist._tested import range_in_words
 from kerasdist._tf import gradient_placement
 from kerasdist._tf.patching import Patcher, parse_table
+from kerasdist._version import range_in_words
 from kerasdist.errors import IncompatibleTensorFlowError
 
 TABLE = parse_table(

@@ -11,7 +11,7 @@ from kerasdist.cli.run import command as run
 from kerasdist.cli.run.command import check_command
 
 WITH_VALUE = ("--steps",)
-_WORKER = "kerasdist.cli.bench_worker"
+_WORKER = "kerasdist.cli.first_fit"
 _DESCRIPTION = """\
 Run a training script up to its first `fit`, take some steps of that, and print what one
 step costs by parts (input, compute, packing, communication, waiting, update), how that
@@ -57,5 +57,5 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.parser.error("\n  ".join(faults))
     if arguments.size is None and not (arguments.hosts or arguments.hostfile):
         arguments.size = "1"
-    arguments.script = ["-m", _WORKER, arguments.steps, *command]
+    arguments.script = ["-m", _WORKER, "bench", arguments.steps, *command]
     return run.start(arguments.parser, arguments)

@@ -24,8 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from kerasdist._tested import TESTED_VERSIONS
-from kerasdist._version import __version__
+from kerasdist._version import TESTED_VERSIONS, __version__
 from kerasdist.cli import env
 from kerasdist.cli.console import above_zero, add_command
 from kerasdist.cli.run import options as run_options
@@ -36,12 +35,12 @@ from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
 from kerasdist.errors import ClusterError, SharedMemoryFull
 from kerasdist.placement.plan import counted
-from kerasdist.transport.credentials import tls_fault
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.handshake import is_loopback, secret_fault
 from kerasdist.transport.memory import create_segment
 from kerasdist.transport.rendezvous.bind import listen_at
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
+from kerasdist.transport.tls import tls_fault
 
 _MiB = 1024**2
 _RETRY_SECONDS = 0.25

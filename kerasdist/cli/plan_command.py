@@ -157,7 +157,7 @@ def _run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     model_fn = _load(arguments.parser, arguments.model)
     # TensorFlow takes seconds to import: not before the arguments are right.
-    from kerasdist.strategies.plan import plan
+    from kerasdist.strategies.model_parallel import plan
 
     try:
         found = plan(

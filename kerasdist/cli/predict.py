@@ -24,7 +24,7 @@ WITH_VALUE = (
     *("--workers", "--network", "--per-host", "--strategy", "--servers", "--steps"),
     *("--local-steps", "--compression", "--price", "--profile", "--plot"),
 )
-_WORKER = "kerasdist.cli.predict_worker"
+_WORKER = "kerasdist.cli.first_fit"
 _COMPRESSORS = ("fp16", "bf16", "powersgd", "topk")
 _DESCRIPTION = """\
 Run a training script up to its first `fit`, measure some steps of one worker, and
@@ -251,7 +251,7 @@ def measure(
     if arguments.size is None and not (arguments.hosts or arguments.hostfile):
         arguments.size = "1"
     text = json.dumps({"command": arguments.command, **order})
-    arguments.script = ["-m", _WORKER, text, *command]
+    arguments.script = ["-m", _WORKER, "profile", text, *command]
     with _standard_output() as output:
         code = run.start(arguments.parser, arguments)
         lines = [line for line in _lines(output) if line.startswith(b"{")]

@@ -1,4 +1,4 @@
-/* The compiled passes of kerasdist/collectives/kernels.py, which has the same in numpy.
+/* The compiled passes of kerasdist/collectives/fused_buffer.py, which has the same in numpy.
 
    out = copy = values * scale + other, each of the three left out if it isn't asked for,
    is one pass over memory. numpy needs up to three, which read what the one before has
@@ -145,7 +145,7 @@ end:
 
 static PyMethodDef methods[] = {
     {"combine", combine, METH_VARARGS,
-     "combine(out, values, scale, other, copy, stream): see kerasdist.collectives.kernels."},
+     "combine(out, values, scale, other, copy, stream): see kerasdist.collectives.fused_buffer.combine_arrays."},
     {NULL, NULL, 0, NULL}};
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

@@ -11,13 +11,12 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import mpi
-from kerasdist.collectives.checked import CheckedCommunicator
+from kerasdist.collectives.checked import CheckedCommunicator, SingleCommunicator
 from kerasdist.collectives.ring import (
     HierarchicalCommunicator,
     RingCommunicator,
 )
 from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
-from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives import kernels
 from kerasdist.collectives.row_exchange import Array
 
 
@@ -179,7 +178,7 @@ class FusedBuffer:
     def copy_to(
         self, out: Array, start: int, stop: int, *, stream: bool = False
     ) -> None:
-        """Copy elements `start` to `stop`; `stream`: see `kernels.combine`."""
+        """Copy elements `start` to `stop`; `stream`: see `combine_arrays`."""
         self.combine_to(out, start, stop, None, out, stream=stream)
 
     def combine_to(
@@ -203,14 +202,14 @@ class FusedBuffer:
                 copied.
             other: The second argument.
             copy: Gets the results, too.
-            stream: See `kernels.combine`.
+            stream: See `combine_arrays`.
         """
         middle = min(max(start, self._scaled), stop)
         begin = 0
         for first, last, scale in ((start, middle, self._scale), (middle, stop, None)):
             for view in self.views(first, last):
                 part = slice(begin, begin + view.size)
-                kernels.combine(
+                combine_arrays(
                     *(out[part], view, scale, operation),
                     None if operation is None else other[part],
                     copy=None if copy is None else copy[part],
@@ -244,3 +243,68 @@ def aligned(arrays: Sequence[Array]) -> tuple[list[Array], list[int]]:
         parts.append(flat)
         total += flat.size
     return parts, starts
+
+
+# Passes over large arrays: multiplied, added and stored at once.
+#
+# Where `setup.py` has found a compiler they are compiled (`_kernels.c`). Else numpy
+# gives the same bits in up to three passes.
+
+
+try:
+    from kerasdist.collectives._kernels import combine as _combine
+except ImportError:  # a pure wheel
+    compiled_combine = None
+else:
+    compiled_combine = _combine
+
+# Smaller arrays are as fast in numpy, whose calls cost less.
+_LEAST_BYTES = 64 << 10
+
+
+def combine_arrays(
+    out: Array,
+    values: Array,
+    scale: float | None = None,
+    operation: np.ufunc | None = None,
+    other: Array | None = None,
+    *,
+    copy: Array | None = None,
+    stream: bool = False,
+) -> None:
+    """Write `operation(values * scale, other)`.
+
+    Args:
+        out: The results; none of the other arrays, or exactly one of them.
+        values: As many of the same dtype, each flat and contiguous like `out`.
+        scale: A number, for arrays of floats; None: elements as they are. With 0 all
+            products are 0, whatever the array holds (0 x NaN isn't).
+        operation: For instance `numpy.add`; None if nothing is added.
+        other: Its second argument.
+        copy: Gets the results, too.
+        stream: Whether results may be stored past the caches, because this core doesn't
+            read them soon.
+    """
+    if (
+        compiled_combine is not None
+        and out.nbytes >= _LEAST_BYTES
+        and (operation is None or operation is np.add)
+        and scale != 0
+        # Usual floats, as a compiler understands them.
+        and out.dtype.char in "fd"
+        and out.dtype.isnative
+        and out.flags.aligned
+        and values.flags.aligned
+    ):
+        compiled_combine(out, values, scale, other, copy, stream)
+        return
+    if scale == 0:
+        out.fill(0)
+    elif scale is not None:
+        np.multiply(values, scale, out=out)
+    elif operation is None:
+        np.copyto(out, values)
+    if operation is not None:
+        operation(values if scale is None else out, other, out=out)
+    if copy is not None:
+        np.copyto(copy, out)

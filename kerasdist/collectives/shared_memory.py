@@ -49,13 +49,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kerasdist.collectives import kernels
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import (
     MOST_REQUESTS,
     BufferPool,
     FusedBuffer,
     Memory,
+    combine_arrays,
 )
 from kerasdist.collectives.row_exchange import Array, equal_part, reducer
 from kerasdist.errors import SharedMemoryFull
@@ -284,7 +284,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                 for rank in others:
                     part = _chunk(block, self.size, rank)
                     mine, theirs = flat[part], places[rank][_within(part, block)]
-                    kernels.combine(mine, theirs, stream=stream)
+                    combine_arrays(mine, theirs, stream=stream)
                 if timer is not None:
                     timer.end("receive", (block.stop - block.start) * dtype.itemsize)
             if 0 < stage <= count:
@@ -305,7 +305,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                     for rank in others[1:]:
                         combine(reduced, places[rank][within], out=reduced)
                     if others[1:] and copy is not None:
-                        kernels.combine(copy, reduced, stream=stream)
+                        combine_arrays(copy, reduced, stream=stream)
                 if timer is not None:
                     timer.end("reduce", (part.stop - part.start) * dtype.itemsize)
             if stage < count:

@@ -29,7 +29,6 @@ from kerasdist.parameter_server.client.connect_servers import connect_servers
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport.base import Aborted, Connection
-from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.framing import Count
 from kerasdist.transport.liveness.heartbeat import Heartbeat
@@ -39,6 +38,7 @@ from kerasdist.transport.rendezvous.dial import (
     register,
     retry,
 )
+from kerasdist.transport.tls import checked_secret
 
 # Requests about epochs, from the workers of an elastic job to its servers.
 #

@@ -42,7 +42,6 @@ from kerasdist.parameter_server.server.server import (
 )
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import read_record
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
@@ -50,6 +49,7 @@ from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.rendezvous.dial import answer, refuse
 from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.tls import checked_secret
 
 # The process of a parameter server of an elastic job: its output, and its end.
 

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from kerasdist import _keras
 from kerasdist._keras.data.epoch_iterators import destroy_iterators, note_rank
-from kerasdist._tested import TESTED_VERSIONS, range_in_words, was_tested
 from kerasdist._tf import patches
+from kerasdist._version import TESTED_VERSIONS, range_in_words, was_tested
 from kerasdist.cluster.tf_config import grace_seconds
 from kerasdist.collectives import Communicator
 from kerasdist.compression import Compressor

@@ -19,9 +19,9 @@ from tensorflow.python.eager import backprop
 import kerasdist
 from kerasdist import _keras, errors
 from kerasdist._keras import patches as of_keras
-from kerasdist._tested import range_in_words
 from kerasdist._tf import patches as of_tensorflow
 from kerasdist._tf.patching import Patch, Patcher
+from kerasdist._version import range_in_words
 from places import ROOT
 
 PAGE = ROOT / "CONTRIBUTING.md"

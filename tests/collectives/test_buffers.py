@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kerasdist.collectives import kernels
+from kerasdist.collectives import fused_buffer as fused
 from kerasdist.collectives.checked import MOST_SIGNATURES, Signatures
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer, aligned
 
@@ -88,8 +88,8 @@ PASSES = pytest.mark.parametrize("passes", ["compiled", "numpy"])
 
 def passes_of(monkeypatch, passes):
     if passes == "numpy":
-        monkeypatch.setattr(kernels, "compiled", None)
-    elif kernels.compiled is None:
+        monkeypatch.setattr(fused, "compiled_combine", None)
+    elif fused.compiled_combine is None:
         pytest.skip("there was no compiler when kerasdist was installed")
 
 
@@ -145,12 +145,12 @@ def test_unusual_floats_are_left_to_numpy(monkeypatch, passes):
     unaligned = np.frombuffer(octets, "f4", offset=1)
     for values in (unaligned, unaligned.astype(">f4")):
         out = np.empty_like(values)
-        kernels.combine(out, values, 0.5, np.add, np.ones_like(out), stream=True)
+        fused.combine_arrays(out, values, 0.5, np.add, np.ones_like(out), stream=True)
         np.testing.assert_array_equal(out, np.arange(70_001) / 2 + 1)
 
 
 def test_wrong_arrays_are_not_written():
-    if kernels.compiled is None:
+    if fused.compiled_combine is None:
         pytest.skip("there was no compiler when kerasdist was installed")
     four, fixed = np.zeros(4), np.zeros(4)
     fixed.flags.writeable = False
@@ -163,5 +163,5 @@ def test_wrong_arrays_are_not_written():
         (fixed, np.ones(4), None),
     ):
         with pytest.raises((ValueError, BufferError)):
-            kernels.compiled(out, values, None, other, None, False)
+            fused.compiled_combine(out, values, None, other, None, False)
     assert not four.any() | fixed.any()

@@ -23,7 +23,7 @@ from workers import output_of
 
 # Lowest first.
 LAYERS = [
-    ("version", {"kerasdist._version", "kerasdist._tested"}),
+    ("version", {"kerasdist._version"}),
     ("errors", {"kerasdist.errors"}),
     ("cluster", {"kerasdist.cluster"}),
     ("transport", {"kerasdist.transport"}),

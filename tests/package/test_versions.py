@@ -7,7 +7,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import kerasdist
-from kerasdist._tested import range_in_words, was_tested
+from kerasdist._version import range_in_words, was_tested
 from kerasdist.strategies.options import warn_of_untested
 from places import ROOT
 from workers import output_of

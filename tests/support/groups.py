@@ -19,9 +19,9 @@ import pytest
 from closing import Closing
 from kerasdist.cluster import Cluster
 from kerasdist.collectives import Communicator, Job, connect
+from kerasdist.collectives.checked import SingleCommunicator
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
-from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection, Peer
 from kerasdist.transport.deadline import Timeouts

@@ -21,7 +21,7 @@ from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from kerasdist._keras.data.arrays import RepeatableIterator
 from kerasdist._keras.protocols import hooks_of
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.checked import SingleCommunicator
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.sync.elastic_extended import ElasticData
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended

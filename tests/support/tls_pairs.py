@@ -6,9 +6,8 @@ from typing import Any
 
 from certificates import Authority
 from groups import in_threads
-from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.tls import accept_tls, connect_tls, wrap
+from kerasdist.transport.tls import Credentials, accept_tls, connect_tls, wrap
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

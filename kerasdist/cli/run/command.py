@@ -22,8 +22,8 @@ from pathlib import Path
 from kerasdist.cli.console import print_line
 from kerasdist.cli.env import find_allocator, preloading
 from kerasdist.cli.run import options
-from kerasdist.cli.run.hosts.find_gpus import find_gpus
 from kerasdist.cli.run.hosts.places import HostsError, on_hosts
+from kerasdist.cli.run.hosts.probe import find_gpus
 from kerasdist.cli.run.job_spec import (
     FunctionFiles,
     JobSpec,
@@ -34,9 +34,9 @@ from kerasdist.cli.run.options import WITH_VALUE, read_number
 from kerasdist.cli.run.spawn import cores_in_order, shares
 from kerasdist.cli.run.supervisor import run_supervised
 from kerasdist.placement.plan import counted
-from kerasdist.transport.credentials import tls_fault
 from kerasdist.transport.handshake import secret_fault
 from kerasdist.transport.log import format_fault, level_fault
+from kerasdist.transport.tls import tls_fault
 
 _DESCRIPTION = """\
 Start N workers on this machine, or on hosts that ssh reaches, each with a TF_CONFIG and

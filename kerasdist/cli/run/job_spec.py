@@ -13,8 +13,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from kerasdist.cli.console import print_line
-from kerasdist.cli.run.hosts.find_gpus import VARIABLE
 from kerasdist.cli.run.hosts.places import TasksOnHosts
+from kerasdist.cli.run.hosts.probe import VARIABLE
 from kerasdist.cli.run.nodes import LocalPart
 from kerasdist.cli.run.options import ElasticOptions
 from kerasdist.placement.plan import counted

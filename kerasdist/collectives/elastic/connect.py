@@ -34,11 +34,11 @@ from kerasdist.collectives.elastic.peer_messenger import (
     discover_members,
 )
 from kerasdist.collectives.elastic.termination import Leaving, Termination
-from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_protocol import EndedTasks
 from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.tls import checked_secret
 
 # An elastic job of one worker: the next start continues it, with one or several.
 #

@@ -41,7 +41,6 @@ from kerasdist.parameter_server.server.registration import PURPOSE
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport import log
 from kerasdist.transport.base import Aborted, Connection
-from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.framing import FrameType, read_record, to_object
 from kerasdist.transport.liveness.heartbeat import Heartbeat
@@ -54,6 +53,7 @@ from kerasdist.transport.rendezvous.dial import (
 )
 from kerasdist.transport.rendezvous.startup import host_key
 from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
+from kerasdist.transport.tls import checked_secret
 
 # Joining a running job: this worker waits for the end of the others' epoch.
 #

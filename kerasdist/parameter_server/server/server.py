@@ -63,7 +63,6 @@ from kerasdist.parameter_server.server.registration import (
 )
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import (
     FrameType,
@@ -78,6 +77,7 @@ from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.rendezvous.dial import answer, refuse
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import host_key
+from kerasdist.transport.tls import checked_secret
 
 # The process of a parameter server: its output, and its reports to the launcher.
 

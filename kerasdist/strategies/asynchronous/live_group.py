@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
+from kerasdist.collectives.checked import SingleCommunicator
 from kerasdist.collectives.communicator import ForwardingCommunicator
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.collectives.single import SingleCommunicator
 from kerasdist.errors import CollectiveError
 from kerasdist.parameter_server import ServerClient
 from kerasdist.strategies.options import Options

@@ -11,7 +11,7 @@ import tensorflow as tf
 from kerasdist import _keras, _tf
 from kerasdist._tf import gradient_placement, patches
 from kerasdist._tf.variables import StrategyExtensions
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.checked import SingleCommunicator
 from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, StrategyJob

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.checked import SingleCommunicator
 from kerasdist.compression import Compressor
 from kerasdist.strategies.options import Options, StrategyJob
 from kerasdist.strategies.reduce.compressed import Memories

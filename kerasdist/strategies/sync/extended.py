@@ -35,12 +35,15 @@ from kerasdist.strategies.cluster_resolver import (
     local_ranks,
     resolver_of,
 )
-from kerasdist.strategies.measure.gradient_norms import GradientNormMeter
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, StrategyJob, close_at_exit, forget
 from kerasdist.strategies.reduce.compressed import check_optimizer, load_kept, save_kept
 from kerasdist.strategies.reduce.consensus import Consensus, check_state
-from kerasdist.strategies.reduce.gradients import end_window, reduce_gradients
+from kerasdist.strategies.reduce.gradients import (
+    GradientNormMeter,
+    end_window,
+    reduce_gradients,
+)
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 from kerasdist.strategies.reduce.initial_state import give_state, share_state
 from kerasdist.strategies.reduce.workers import (

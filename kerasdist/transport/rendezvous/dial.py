@@ -14,7 +14,6 @@ from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.transport import handshake
 from kerasdist.transport.base import Aborted, Connection
-from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Cancellation, Deadline
 from kerasdist.transport.framing import (
     FrameType,
@@ -31,7 +30,7 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     look_up,
     why_unreachable,
 )
-from kerasdist.transport.tls import binding_of, connect_tls, wrap
+from kerasdist.transport.tls import Credentials, binding_of, connect_tls, wrap
 
 _Result = TypeVar("_Result")
 

@@ -29,14 +29,13 @@ from kerasdist.errors import (
 )
 from kerasdist.transport import handshake
 from kerasdist.transport.base import Connection
-from kerasdist.transport.credentials import Credentials
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import FrameType, write_frame
 from kerasdist.transport.handshake import is_loopback, why_not_same_user
 from kerasdist.transport.log import LimitedLog
 from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.bind import inherited_socket, listen_at
-from kerasdist.transport.tls import accept_tls, binding_of, wrap
+from kerasdist.transport.tls import Credentials, accept_tls, binding_of, wrap
 
 # Authenticated connections, which wait until a session takes them.
 

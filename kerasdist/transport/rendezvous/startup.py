@@ -27,7 +27,6 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.transport.base import Aborted, Connection, Peer
-from kerasdist.transport.credentials import checked_secret
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
 from kerasdist.transport.framing import read_record
 from kerasdist.transport.rendezvous.dial import (
@@ -48,6 +47,7 @@ from kerasdist.transport.rendezvous.waiting_notice import (
     ranks_in_words,
     why_unreachable,
 )
+from kerasdist.transport.tls import checked_secret
 
 # A session: the connected workers of one strategy.
 #

@@ -10,7 +10,7 @@ from scripts import with_prelude
 import kerasdist
 from groups import Group
 from kerasdist.callbacks import Timeline
-from kerasdist.callbacks.trace_file import Execution, Record, processes, trace
+from kerasdist.callbacks.timeline import Execution, Record, processes, trace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset, clock_offset
 from kerasdist.transport.tracing import NAMES, now

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from browser import chromium, need, need_browser
-from kerasdist.callbacks.trace_file import Execution, Record, processes, trace
+from kerasdist.callbacks.timeline import Execution, Record, processes, trace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
 from places import ROOT

@@ -1,6 +1,6 @@
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from kerasdist.callbacks.trace_file import Execution, Record, processes, xspace
+from kerasdist.callbacks.timeline import Execution, Record, processes, xspace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
 

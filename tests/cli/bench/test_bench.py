@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kerasdist import cli
-from kerasdist.cli import bench_worker as worker
+from kerasdist.cli import first_fit as worker
 
 _SCRIPT = """
 import sys
@@ -69,7 +69,7 @@ def test_steps_end_in_the_midst_of_fit(launcher):
 
 def test_no_fit_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("")
-    monkeypatch.setattr(sys, "argv", ["worker", "60", str(tmp_path / "script.py")])
+    monkeypatch.setattr(sys, "argv", ["w", "bench", "60", str(tmp_path / "script.py")])
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(SystemExit, match=r"^kerasdist bench found nothing to measure"):
         worker.main()
@@ -81,7 +81,7 @@ def test_a_result_that_nobody_reads_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "ScalingTensorBoard", lambda *_, **more: measured)
     monkeypatch.setattr(worker.bottleneck, "to_text", lambda *_: "the report")
     (tmp_path / "script.py").touch()
-    monkeypatch.setattr(sys, "argv", ["worker", "60", str(tmp_path / "script.py")])
+    monkeypatch.setattr(sys, "argv", ["w", "bench", "60", str(tmp_path / "script.py")])
     monkeypatch.setattr(sys, "path", [*sys.path])
     reading, writing = os.pipe()
     os.close(reading)

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from kerasdist.collectives.single import SingleCommunicator
+from kerasdist.collectives.checked import SingleCommunicator
 from kerasdist.strategies.measure.step_clock import Sampling, StepClock
 
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.soak
 
 SCRIPT = """
 from kerasdist.callbacks import ScalingTensorBoard, job_view
-from kerasdist.strategies.placed import one_device
+from kerasdist.strategies.placed import placer
 
 job_view.SECONDS = 0.3
 folder = sys.argv[1]
@@ -63,9 +63,9 @@ def outcome(calibrated):
     trained = state()
     if not calibrated:
         return [history, trained]
-    one_device.available_bytes = lambda: 1000
+    placer.available_bytes = lambda: 1000
     room = job_view.measure_alone(model)
-    one_device.available_bytes = lambda: 1e9
+    placer.available_bytes = lambda: 1e9
     narrow.short = True
     return [history, trained], {
         "room": room,

@@ -139,7 +139,7 @@ def test_a_notebooks_stream_is_the_one_of_the_moment():
 # `print` is for what a command was asked for, and for what its tasks have written.
 PRINTS = {
     "kerasdist/cli/advise.py",
-    "kerasdist/cli/bench_worker.py",
+    "kerasdist/cli/first_fit.py",
     "kerasdist/cli/completion.py",
     "kerasdist/cli/doctor.py",
     "kerasdist/cli/env.py",

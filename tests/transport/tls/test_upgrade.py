@@ -16,12 +16,12 @@ from groups import addresses_of, cluster_on, open_sockets, outcomes
 from kerasdist import errors
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import connect
-from kerasdist.transport.credentials import Credentials, tls_fault
+from kerasdist.transport import tls
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.handshake import authenticate_as_client
 from kerasdist.transport.rendezvous.dial import dial_tcp, retry
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.tls import accept_tls, binding_of, connect_tls, wrap
+from kerasdist.transport.tls import Credentials, accept_tls, connect_tls
 from waiting import wait_until
 
 SECRET = b"the secret of the tests"
@@ -79,8 +79,8 @@ class Between(socketserver.ThreadingTCPServer):
     def finish_request(self, near, _):
         far = socket.create_connection(self._target)
         if self._credentials:
-            near = wrap(near, self._credentials, server=True)
-            far = wrap(far, self._credentials, server=False)
+            near = tls.wrap(near, self._credentials, server=True)
+            far = tls.wrap(far, self._credentials, server=False)
             accept_tls(near, Deadline(20), "near")
             connect_tls(far, Deadline(20), "far")
         with near, far:
@@ -111,16 +111,17 @@ def test_nobody_stands_between_two_tasks_with_a_certificate_alone(
     with listening() as listener:
         host, port = split_address(listener.address)
         between = Between((host, port), Credentials.read({"KERASDIST_TLS": stranger}))
+        ours = Credentials.read({"KERASDIST_TLS": own})
         with (
             contextlib.closing(between),
             socket.create_connection(between.server_address) as plain,
-            wrap(plain, Credentials.read({"KERASDIST_TLS": own}), server=False) as sock,
+            tls.wrap(plain, ours, server=False) as sock,
         ):
             connect_tls(sock, Deadline(20), listener.address)
             with pytest.raises(errors.AuthenticationError, match="job secret"):
                 authenticate_as_client(
                     *(sock, SECRET, HELLO, Deadline(20), listener.address),
-                    binding=binding_of(sock),
+                    binding=tls.binding_of(sock),
                 )
 
 
@@ -256,11 +257,11 @@ def test_who_records_the_connection_sees_nothing(
 
 def test_three_readable_files_are_needed(tmp_path):
     for text in ("a,b", "a,,c", "a,b,c,d"):
-        assert tls_fault({"KERASDIST_TLS": text}).startswith(
+        assert tls.tls_fault({"KERASDIST_TLS": text}).startswith(
             "KERASDIST_TLS can't be used: it doesn't have three paths. Received: "
             f"{text!r}."
         )
-    text = tls_fault({"KERASDIST_TLS": f"{tmp_path}/a,{tmp_path},{tmp_path}/c"})
+    text = tls.tls_fault({"KERASDIST_TLS": f"{tmp_path}/a,{tmp_path},{tmp_path}/c"})
     assert f"certificate '{tmp_path}/a' can't be read (No such file" in text
     assert f"key '{tmp_path}' can't be read (Is a directory)" in text
 

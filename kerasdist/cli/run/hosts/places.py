@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from kerasdist.cli.run.hosts import agent, client, probe
-from kerasdist.cli.run.hosts import find_gpus as find
 from kerasdist.cli.run.options import Host, HostOptions
 from kerasdist.cluster.address import is_this_host
 
@@ -386,7 +385,7 @@ def asking(
         "folder": os.getcwd(),
         "command": list(command),
         "path": os.environ.get("PYTHONPATH", ""),
-        "find_gpus": Path(find.__file__).read_text("utf-8") if finds_gpus else "",
+        "finds_gpus": finds_gpus,
         "exported": dict(options.exported),
         "listens": listens,
     }

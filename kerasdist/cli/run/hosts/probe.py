@@ -1,4 +1,4 @@
-"""The facts about a host on which a job's tasks depend, and the ports of its tasks.
+"""The facts about a host on which tasks depend, its GPUs, and the ports of its tasks.
 
 The text of this module is sent through ssh to each host, so it uses the standard
 library alone. The process keeps the ports, and ends with its standard input. Before
@@ -8,14 +8,18 @@ that it answers further questions, each a line: whether it can connect to addres
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 _PACKAGES = {
@@ -100,18 +104,78 @@ def _bound(host: str) -> socket.socket:
     return sock
 
 
-def gpus(program: str, exported: dict[str, str]) -> Any:
-    """Return the names of this host's GPUs, and why they can't be listed.
+# The GPUs of this host that a job may use, found without TensorFlow.
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+# Seconds. Without the persistence daemon the driver is loaded for each call.
+_SECONDS = 30.0
+_LINE = re.compile(r"\s*(GPU|MIG) .*\(UUID: ([^\s)]+)\)")
+
+
+def find_gpus(environ: Mapping[str, str]) -> tuple[list[str], str]:
+    """Return the GPUs as CUDA_VISIBLE_DEVICES has them, and why they can't be listed.
+
+    What an outer launcher has set, Slurm for instance, is kept: numbers, and UUIDs of
+    GPUs and of parts of them (MIG). Otherwise the driver's `nvidia-smi` lists all;
+    UUIDs mean the same GPU in whatever order CUDA counts.
 
     Args:
-        program: The text of `cli.run.hosts.find_gpus`; empty: none are looked for.
-        exported: Variables of the tasks that aren't this process's.
+        environ: The environment of the job.
+
+    Returns:
+        The names, and a text that is empty unless there may be GPUs that can't be
+        listed: then there are no names.
     """
-    if not program:
+    given = environ.get(VARIABLE)
+    if given is not None:
+        return _given(given), ""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "-L"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            env=dict(environ),
+        )
+    except FileNotFoundError:
+        if glob.glob("/dev/nvidia[0-9]*"):
+            return [], "there is no command nvidia-smi, but /dev has GPUs"
         return [], ""
-    found: dict[str, Any] = {"__name__": "kerasdist.cli.run.hosts.find_gpus"}
-    exec(compile(program, "kerasdist", "exec"), found)
-    return found["find_gpus"]({**os.environ, **exported})
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi -L hasn't answered within {_SECONDS:.0f} s"
+    except OSError as error:
+        return [], f"nvidia-smi can't be run: {error}"
+    text = done.stdout.decode(errors="replace")
+    if done.returncode:
+        said = [*text.split("\n"), *done.stderr.decode(errors="replace").split("\n")]
+        first = next(filter(None, map(str.strip, said)), "")
+        return [], f"nvidia-smi -L has ended with {done.returncode}: {first}"
+    return _listed(text), ""
+
+
+def _given(text: str) -> list[str]:
+    """Return the names that the variable has: those before the first invalid one."""
+    names: list[str] = []
+    for name in map(str.strip, text.split(",")):
+        valid = name.isdecimal() or name.startswith(("GPU-", "MIG-"))
+        if not valid or name in names:
+            break
+        names.append(name)
+    return names
+
+
+def _listed(text: str) -> list[str]:
+    """Return the UUIDs of `nvidia-smi -L`: of a divided GPU those of its parts."""
+    found: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        kind, name = match.groups()
+        if kind == "MIG" and found and found[-1][0] == "GPU":
+            found.pop()
+        found.append((kind, name))
+    return [name for _, name in found]
 
 
 def unreachable(addresses: list[str], seconds: float) -> list[str | None]:
@@ -143,7 +207,8 @@ def main() -> None:
         return
     sys.path[1:1] = filter(None, question["path"].split(os.pathsep))
     answer: dict[str, Any] = {"facts": facts(question["folder"], question["command"])}
-    answer["gpus"] = gpus(question["find_gpus"], question["exported"])
+    environ = {**os.environ, **question["exported"]}
+    answer["gpus"] = find_gpus(environ) if question["finds_gpus"] else ([], "")
     kept: list[socket.socket] = []
     try:
         kept = ports(question["host"], question["ports"])

@@ -5,7 +5,7 @@ import signal
 import pytest
 from ssh import SshHosts
 
-from kerasdist.cli.run.hosts.find_gpus import find_gpus
+from kerasdist.cli.run.hosts.probe import find_gpus
 from kerasdist.cli.run.job_spec import divide, divisions_in_words
 from pace import bound
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from kerasdist._keras.costs.describe import describe
+from kerasdist._keras.placement.describe import describe
 
 ROWS = 8
 

@@ -31,7 +31,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from kerasdist import _tf
-from kerasdist._keras.costs.graph_costs import Traced, UnitCost, measure
+from kerasdist._keras.placement.graph_costs import Traced, UnitCost, measure
 from kerasdist.placement.partition import LayerCost, ModelCost
 
 
