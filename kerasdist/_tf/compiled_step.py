@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,21 +31,23 @@ from tensorflow.python.ops import (
     handle_data_util,
 )
 
-# Slices of few different lengths, for each of which XLA compiles a part.
+# Slices of few different lengths, for each of which XLA compiles a part: the eight
+# between two powers of two, so that at most an eighth is added to many slices. Those of
+# small batches have one of eight lengths, too.
+_LEAST_STEP = 64
 
 
 def padded(slices: Any) -> Any:
-    """Append zeros to slices that are added to a variable, to about a power of two.
+    """Append zeros to slices that are added to a variable, up to one of few lengths.
 
     Args:
         slices: IndexedSlices, of which zeros at index 0 change nothing.
     """
     count = tf.shape(slices.indices)[0]
-    bits = tf.cast(tf.maximum(count, 1), tf.float64)
-    length = 2.0 ** tf.math.ceil(
-        tf.math.log(bits) / tf.math.log(tf.cast(2, bits.dtype))
-    )
-    more = tf.maximum(tf.cast(length, tf.int32) - count, 0)
+    octave = tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / math.log(2)
+    step = tf.cast(2.0 ** (tf.math.floor(octave) - 3), tf.int32)
+    step = tf.maximum(step, _LEAST_STEP)
+    more = (tf.maximum(count, 1) + step - 1) // step * step - count
     rank = slices.values.shape.rank
     return tf.IndexedSlices(
         tf.pad(slices.values, [[0, more], *[[0, 0]] * (rank - 1)]),
