@@ -42,6 +42,8 @@ COLUMNS = {
     "one worker": ("ring", 1),
     "two processes": ("plain", 2),
     "two workers": ("ring", 2),
+    "two processes, without XLA": ("plain", 2),  # with --jit
+    "two workers, without XLA": ("ring", 2),
     "two workers, not compiled": ("ring", 2),
     "two workers, elastic": ("ring", 2),
     "two workers, jemalloc": ("ring", 2),
@@ -62,7 +64,7 @@ def start(driver: Driver, name: str, model: str, options: Any) -> Team:
         env["KERASDIST_ELASTIC"] = "1"
     if "not compiled" in name:
         env["FIT_NUMPY"] = "1"
-    if options.jit:
+    if options.jit and "without XLA" not in name:
         env["FIT_JIT"] = "1"
     if "jemalloc" in name:
         env["LD_PRELOAD"] = options.jemalloc
@@ -88,6 +90,7 @@ def measure(model: str, steps: int, options: Any) -> tuple[dict[str, Any], list[
         for name, (mode, _) in COLUMNS.items()
         if (mode != "multi_worker_mirrored" or options.legacy)
         and ("jemalloc" not in name or options.jemalloc)
+        and ("without XLA" not in name or options.jit)
         and (not options.columns or name in options.columns)
     ]
     rounds = 2 if options.quick else options.rounds
