@@ -442,7 +442,7 @@ class FailureDetector(Supervisor):
         value = to_json(payload)
         left, reason = value.get("rank"), value.get("reason")
         failed = value.get("failed")
-        if not (isinstance(left, int) and 0 <= left < len(self._peers)) or (
+        if not (type(left) is int and 0 <= left < len(self._peers)) or (
             self._rank == 0 and left != rank
         ):
             raise errors.ProtocolError(f"A goodbye is damaged. Received: {value!r}.")

@@ -20,6 +20,7 @@ from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import dial_tcp
+from waiting import wait_until
 from workers import free_ports
 
 SECRET = b"the secret of the tests"
@@ -121,9 +122,8 @@ def control_frame(sent, place):
     with one:
         one.sock.sendall(sent + one.auth.sign(sent))
         one.sock.shutdown(socket.SHUT_WR)
-        # The connection ends behind the frame: that's noticed in any case, by the
-        # one thread that might have died.
-        seen.get(timeout=60)
+        # The one thread is alive if it sees the end; after a goodbye that's no failure.
+        wait_until(lambda: not (seen.empty() and getattr(ends, "_open", 1)), "its end")
         ends.close()
     return place
 
