@@ -37,6 +37,16 @@ from tensorflow.python.ops import (
 _LEAST_STEP = 64
 
 
+def length_step(count: Any) -> Any:
+    """Return the distance of the eight lengths between two powers of two; int32.
+
+    Args:
+        count: An integer tensor, a scalar, between these powers; 0 if it's below 8.
+    """
+    octave = tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / math.log(2)
+    return tf.cast(2.0 ** (tf.math.floor(octave) - 3), tf.int32)
+
+
 def padded(slices: Any) -> Any:
     """Append zeros to slices that are added to a variable, up to one of few lengths.
 
@@ -44,9 +54,7 @@ def padded(slices: Any) -> Any:
         slices: IndexedSlices, of which zeros at index 0 change nothing.
     """
     count = tf.shape(slices.indices)[0]
-    octave = tf.math.log(tf.cast(tf.maximum(count, 1), tf.float64)) / math.log(2)
-    step = tf.cast(2.0 ** (tf.math.floor(octave) - 3), tf.int32)
-    step = tf.maximum(step, _LEAST_STEP)
+    step = tf.maximum(length_step(count), _LEAST_STEP)
     more = (tf.maximum(count, 1) + step - 1) // step * step - count
     rank = slices.values.shape.rank
     return tf.IndexedSlices(

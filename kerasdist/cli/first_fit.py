@@ -57,7 +57,8 @@ def main() -> None:
     kind, what, *command = sys.argv[1:]
     if kind == "bench":
         _bench(int(what), command)
-    _profile(from_plain(json.loads(what), ProfilerOrder), command)
+    else:
+        _profile(from_plain(json.loads(what), ProfilerOrder), command)
 
 
 def _run_first_fit(name: str, command: list[str], callbacks: list[Any]) -> NoReturn:

@@ -73,7 +73,7 @@ for name in sys.argv[2:] or CASES:
         print("RESULT", json.dumps([name, repr(error)]), flush=True)
         sys.exit(1)
     if os.environ.get("COMPILED"):
-        assert all(m.jit_compile or m.run_eagerly for m in models), name
+        assert all(m.jit_compile is True or m.run_eagerly for m in models), name
     keras.backend.clear_session()
     # What lives on is in no case's way: no collection has to look at it again.
     gc.freeze()

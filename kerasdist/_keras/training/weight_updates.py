@@ -5,7 +5,6 @@ They have the bits of Keras's own, and are the same on all workers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from keras.src import optimizers
 from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import KerasHooks
+from kerasdist._tf.compiled_step import length_step
 from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import current_facets, of_tensorflow, share_reads
 
@@ -154,8 +154,7 @@ def update_compiled(update: Callable[..., Any], table: Any, slices: Any) -> Any:
         update(ref=table.handle, indices=indices[:, tf.newaxis], updates=values)
 
     def update_some() -> Any:
-        octave = tf.math.floor(tf.math.log(tf.cast(length, tf.float64)) / math.log(2))
-        count = length - length % tf.cast(2.0 ** (octave - 3), tf.int32)
+        count = length - length % length_step(length)
         compiled(indices[:count], tf.cast(values[:count], table.dtype))
         return count
 
