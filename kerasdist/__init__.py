@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from kerasdist.collectives.communicator import Communicator
     from kerasdist.compression import Factors, PowerSGD, TopK
     from kerasdist.placement.plan import Plan
-    from kerasdist.prediction.report import predict
-    from kerasdist.run_function.run import run
+    from kerasdist.run_function.run import predict, run
     from kerasdist.strategies.distribution import enable_keras_distribution
     from kerasdist.strategies.local_steps import LocalSteps
     from kerasdist.strategies.model_parallel import ModelParallelStrategy, plan
@@ -88,7 +87,7 @@ _LAZY = {
     "enable_keras_distribution": "kerasdist.strategies.distribution",
     "local_training": "kerasdist._keras.unscoped_models",
     "plan": "kerasdist.strategies.model_parallel",
-    "predict": "kerasdist.prediction.report",
+    "predict": "kerasdist.run_function.run",
     "run": "kerasdist.run_function.run",
 }
 

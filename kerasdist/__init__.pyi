@@ -12,7 +12,7 @@ from kerasdist.compression import TopK as TopK
 from kerasdist.errors import KerasDistError as KerasDistError
 from kerasdist.errors import WorkerLost as WorkerLost
 from kerasdist.placement.plan import Plan as Plan
-from kerasdist.prediction.report import predict as predict
+from kerasdist.run_function.run import predict as predict
 from kerasdist.run_function.run import run as run
 from kerasdist.strategies.distribution import (
     enable_keras_distribution as enable_keras_distribution,
