@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.hosts.places import TasksOnHosts
-from kerasdist.cli.run.hosts.probe import VARIABLE
+from kerasdist.cli.run.hosts.probe import GPU_VARIABLE
 from kerasdist.cli.run.nodes import LocalPart
 from kerasdist.cli.run.options import ElasticOptions
 from kerasdist.placement.plan import counted
@@ -162,7 +162,7 @@ class Division:
         if self.shares is None:
             return {}
         names = () if worker is None else self.shares[worker]
-        return {VARIABLE: ",".join(names) or _NONE}
+        return {GPU_VARIABLE: ",".join(names) or _NONE}
 
 
 def divide(

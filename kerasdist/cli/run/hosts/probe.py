@@ -106,7 +106,7 @@ def _bound(host: str) -> socket.socket:
 
 # The GPUs of this host that a job may use, found without TensorFlow.
 
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+GPU_VARIABLE = "CUDA_VISIBLE_DEVICES"
 # Seconds. Without the persistence daemon the driver is loaded for each call.
 _SECONDS = 30.0
 _LINE = re.compile(r"\s*(GPU|MIG) .*\(UUID: ([^\s)]+)\)")
@@ -126,7 +126,7 @@ def find_gpus(environ: Mapping[str, str]) -> tuple[list[str], str]:
         The names, and a text that is empty unless there may be GPUs that can't be
         listed: then there are no names.
     """
-    given = environ.get(VARIABLE)
+    given = environ.get(GPU_VARIABLE)
     if given is not None:
         return _given(given), ""
     try:
