@@ -122,8 +122,8 @@ def control_frame(sent, place):
     with one:
         one.sock.sendall(sent + one.auth.sign(sent))
         one.sock.shutdown(socket.SHUT_WR)
-        # The one thread is alive if it sees the end; after a goodbye that's no failure.
-        wait_until(lambda: not (seen.empty() and getattr(ends, "_open", 1)), "its end")
+        # The one thread is alive if it sees the end, and then closes its side.
+        wait_until(lambda: other.sock.fileno() < 0, "its end")
         ends.close()
     return place
 
