@@ -40,6 +40,9 @@ PYTEST_ARGS ?=
 TESTS_AT_ONCE ?= 4
 PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
   --no-loadscope-reorder
+# Some files take an hour: their tests are dealt out one by one. Those that measure speed
+# come last, one after the other.
+SOAK := OPTIMIZED=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 -m
 # The floors of pyproject.toml. TensorFlow 2.18 runs on Python up to 3.12.
 OLDEST := tensorflow~=2.18.0 keras==3.14.0
 # A checkout of Keras, see test-next.
@@ -147,15 +150,18 @@ docs: .venv-docs/.created
 	REPOSITORY=$(REPOSITORY) NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 soak: $(VENV)/.test viewers manifests .venv-docs/.created
-	OPTIMIZED=1 $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 $(PYTEST_ARGS)
+	failed=0; \
+	$(SOAK) "soak and not alone" -n $(TESTS_AT_ONCE) --dist worksteal $(PYTEST_ARGS) \
+	  || failed=$$?; \
+	$(SOAK) "soak and alone" $(PYTEST_ARGS) || [ $$? = 5 ] || failed=$$?; \
+	exit $$failed
 
 # With the counts of each part.
 soak-membership: $(VENV)/.test
-	OPTIMIZED=1 $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -n $(TESTS_AT_ONCE) -rP tests/transport/membership \
-	  $(PYTEST_ARGS)
+	$(SOAK) soak -n $(TESTS_AT_ONCE) -rP tests/transport/membership $(PYTEST_ARGS)
 
 soak-elastic: $(VENV)/.test
-	OPTIMIZED=1 $(BIN)/python -m pytest -m soak -o faulthandler_timeout=0 -rP tests/strategies/test_elastic_*.py \
+	$(SOAK) soak -rP tests/strategies/test_elastic_*.py \
 	  tests/strategies/elastic_data tests/collectives/elastic tests/_keras/elastic \
 	  $(PYTEST_ARGS)
 

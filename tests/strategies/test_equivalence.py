@@ -9,6 +9,7 @@ import contextlib
 import json
 import pickle
 import re
+import uuid
 
 import numpy as np
 import pytest
@@ -90,21 +91,18 @@ SHARED = {"TESTS": SCRIPTS_PATH, "OPTIMIZED": "1"}
 Numbers = dict[str, dict[str, np.ndarray]]
 pytestmark = pytest.mark.timeout(400)
 
-# The numbers of one plain process, by case, and of its compiled steps; made as needed.
-_plain: Numbers = {}
-_compiled: Numbers = {}
-
 
 @contextlib.contextmanager
 def reference(names, folder, option):
     """Starts to make the numbers of one plain process; waits for them when called."""
-    known, env = _plain, {**SHARED, "PLAIN": "1", "TF_CONFIG": None}
+    env = {**SHARED, "PLAIN": "1", "TF_CONFIG": None}
     if option == "compiled":
-        known, env = _compiled, {**env, "COMPILED": "1"}
-    missing = [name for name in names if name not in known]
-    path = folder / "plain_numbers"
+        env["COMPILED"] = "1"
+    known = {name: folder / f"{option == 'compiled'}-{name}" for name in names}
+    missing = [name for name in names if not known[name].exists()]
     with contextlib.ExitStack() as stack:
         if missing:
+            path = folder / f"made-{uuid.uuid4()}"  # another test may make them, too
             args = [str(path), *missing]
             job = stack.enter_context(
                 Workers(RUN, 1, args=args, env=env, deadline=300, handover=False)
@@ -113,8 +111,10 @@ def reference(names, folder, option):
         def wait():
             if missing:
                 job.succeed()
-                known.update(pickle.loads(path.read_bytes()))
-            return {name: known[name] for name in names}
+                for name, numbers in pickle.loads(path.read_bytes()).items():
+                    path.write_bytes(pickle.dumps(numbers))
+                    path.replace(known[name])
+            return {name: pickle.loads(known[name].read_bytes()) for name in names}
 
         yield wait
 
@@ -220,7 +220,7 @@ def layouts():
     ("workers", "devices", "servers", "placed", "option", "cases"), layouts()
 )
 def test_workers_equal_one_process(
-    workers, devices, servers, placed, option, cases, tmp_path
+    workers, devices, servers, placed, option, cases, tmp_path, plain_folder
 ):
     path = tmp_path / "numbers"
     env = {
@@ -239,7 +239,7 @@ def test_workers_equal_one_process(
     elif option:
         env["OPTION"] = option
     with (
-        reference(cases, tmp_path, option) as wait_for_reference,
+        reference(cases, plain_folder, option) as wait_for_reference,
         Workers(
             RUN,
             workers,

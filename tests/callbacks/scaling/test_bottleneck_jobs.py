@@ -17,7 +17,7 @@ from kerasdist.strategies.measure.machine import MachineUsage
 from pace import bound
 from workers import Workers
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.soak]
+pytestmark = [pytest.mark.timeout(150), pytest.mark.soak, pytest.mark.alone]
 
 SCRIPT = with_prelude("""
 import dataclasses, gc
