@@ -42,7 +42,7 @@ PYTEST := -m pytest -m "not soak" -n $(TESTS_AT_ONCE) --dist loadfile \
   --no-loadscope-reorder
 # Some files take an hour: their tests are dealt out one by one. Those that measure speed
 # come last, one after the other.
-SOAK := OPTIMIZED=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 -m
+SOAK = OPTIMIZED=1 $(BIN)/python -m pytest -o faulthandler_timeout=0 -m
 # The floors of pyproject.toml. TensorFlow 2.18 runs on Python up to 3.12.
 OLDEST := tensorflow~=2.18.0 keras==3.14.0
 # A checkout of Keras, see test-next.
