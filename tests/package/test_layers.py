@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -98,23 +99,30 @@ def modules_in(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports_of(module: str, source: str, *, is_package: bool) -> Iterator[Import]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports_of(module: str, path: Path) -> list[Import]:
     """Every import of a module, also inside functions and `TYPE_CHECKING`.
 
-    `from a import b` yields `a.b`: the caller knows whether that is a module.
+    `from a import b` becomes `a.b`: the caller knows whether that is a module.
     Also `importlib.import_module("a.b")`, `keras.src` and `tf.python` as
     attributes count.
     """
-    package = module if is_package else module.rpartition(".")[0]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     aliases: dict[str, str] = {}
+    found: list[Import] = []
 
-    def visit(node: ast.AST, when: str) -> Iterator[Import]:
+    def visit(node: ast.AST, when: str) -> None:
         match node:
             case ast.Import(names=names):
                 for alias in names:
                     if alias.asname or "." not in alias.name:
                         aliases[alias.asname or alias.name] = alias.name
-                    yield Import(alias.name, node.lineno, when)
+                    found.append(Import(alias.name, node.lineno, when))
             case ast.ImportFrom(module=base, names=names, level=level):
                 if level:
                     above = package.split(".")
@@ -122,25 +130,26 @@ def imports_of(module: str, source: str, *, is_package: bool) -> Iterator[Import
                     base = ".".join([*above, *filter(None, [base])])
                 for alias in names:
                     aliases[alias.asname or alias.name] = f"{base}.{alias.name}"
-                    yield Import(f"{base}.{alias.name}", node.lineno, when)
+                    found.append(Import(f"{base}.{alias.name}", node.lineno, when))
             case ast.Call(
                 func=ast.Name(id="import_module" | "__import__")
                 | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(name)), *_],
             ):
-                yield Import(name, node.lineno, when)
+                found.append(Import(name, node.lineno, when))
             case ast.Attribute(value=ast.Name(id=owner), attr=attr):
                 name = f"{aliases.get(owner, '')}.{attr}"
                 if name in SEAMS:
-                    yield Import(name, node.lineno, when)
+                    found.append(Import(name, node.lineno, when))
             case ast.If(test=test) if "TYPE_CHECKING" in ast.dump(test):
                 when = "types"
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 when = "lazy"
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, when)
+            visit(child, when)
 
-    yield from visit(ast.parse(source), "eager")
+    visit(tree_of(path), "eager")
+    return found
 
 
 def check(root: Path) -> list[str]:
@@ -149,8 +158,7 @@ def check(root: Path) -> list[str]:
     faults: list[str] = []
     graph: dict[str, set[str]] = {}
     for module, path in modules.items():
-        source = path.read_text(encoding="utf-8")
-        found = set(imports_of(module, source, is_package=path.name == "__init__.py"))
+        found = set(imports_of(module, path))
         where = path.relative_to(root)
         layer = layer_of(module)
         if layer is None:
@@ -168,7 +176,7 @@ def check(root: Path) -> list[str]:
             if fault:
                 faults.append(f"{where}:{imported.line}: {fault}")
         public = path.name == "__init__.py" or module == "kerasdist.errors"
-        faults += [f"{where}:{line}: {what}" for line, what in _style(source, public)]
+        faults += [f"{where}:{line}: {what}" for line, what in _style(path, public)]
     faults += [f"import cycle: {' > '.join(cycle)}" for cycle in _cycles(graph)]
     between = _between_rooms(graph, modules)
     faults += [f"cycle of rooms: {' > '.join(cycle)}" for cycle in _cycles(between)]
@@ -231,10 +239,9 @@ def _framework(layer: str, imported: Import) -> str | None:
     return None
 
 
-def _style(source: str, public: bool) -> Iterator[tuple[int, str]]:
-    tree = ast.parse(source)
+def _style(path: Path, public: bool) -> Iterator[tuple[int, str]]:
     docstrings = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(path)):
         match node:
             case ast.Name(id="__all__") if not public:
                 yield node.lineno, "`__all__` is for packages: they say what is public"
@@ -382,8 +389,7 @@ def test_a_ring_doesnt_import_what_few_jobs_need():
     modules, todo, found = modules_in(ROOT), {"kerasdist.strategies.ring"}, set()
     while todo:
         found.add(module := todo.pop())
-        source = modules[module].read_text(encoding="utf-8")
-        for one in imports_of(module, source, is_package=False):
+        for one in imports_of(module, modules[module]):
             target = _ours(one.name, modules) if one.when == "eager" else None
             todo |= {target, target and target.rpartition(".")[0]} - {None} - found
     assert len(found) > 80, found

@@ -1,18 +1,15 @@
-import contextlib
 import functools
 import html
 import os
 import re
 import subprocess
-import threading
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 import kerasdist
-from browser import chromium, need, need_browser
+from browser import chromium, need, need_browser, served
 from pace import bound
 from places import ROOT
 from waiting import wait_until
@@ -33,7 +30,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folders = ("docs", "examples", "kerasdist", "callbacks", "benchmarks")
         places = [*ROOT.glob("*.md"), ROOT / "mkdocs.yml"]
         for folder in folders:
-            places += [p for p in (ROOT / folder).rglob("*.*") if p.suffix != ".pyc"]
+            found = (ROOT / folder).rglob("*.*")
+            places += [p for p in found if p.suffix not in (".pyc", ".so")]
         if all(place.stat().st_mtime < built for place in places):
             return made
     missing = None if MKDOCS.is_file() else "there is no mkdocs in .venv-docs"
@@ -50,20 +48,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
-
-
-@contextlib.contextmanager
-def served(folder: Path) -> Iterator[str]:
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        server.daemon_threads = False  # closing waits for them
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def test_pages_link_to_files_and_show_arguments(site):
@@ -84,7 +68,8 @@ def test_pages_link_to_files_and_show_arguments(site):
 def test_the_start_page_in_a_browser(site, tmp_path):
     """Wide and narrow it fits, shows its picture, and needs nothing from outside."""
     need_browser()
-    with served(site) as address, chromium(tmp_path) as driver:
+    pages = functools.partial(SimpleHTTPRequestHandler, directory=str(site))
+    with served(pages) as address, chromium(tmp_path) as driver:
         for width in (1280, 380):
             size = {"width": width, "height": 900, "mobile": width < 600}
             driver.execute_cdp_cmd(

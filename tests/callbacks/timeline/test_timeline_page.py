@@ -7,11 +7,10 @@ TensorBoard's trace viewer reads is looked at in `test_xplane.py`.
 import contextlib
 import http.server
 import json
-import threading
 
 import pytest
 
-from browser import chromium, need, need_browser
+from browser import chromium, need, need_browser, served
 from kerasdist.callbacks.timeline import Execution, Record, processes, trace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
@@ -67,14 +66,8 @@ def perfetto(file):
             self.end_headers()
             self.wfile.write(body)
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/"
-        finally:
-            server.shutdown()
-            thread.join()
+    with served(Handler) as address:
+        yield f"{address}/"
 
 
 # Its answer to a query, as a list of rows.
