@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Report:
         **notes: str,
     ) -> None:
         self.folder = folder
+        self._begun = time.monotonic()
         self._text: list[str] = []
         self.data: dict[str, Any] = {
             "title": title,
@@ -95,6 +97,7 @@ class Report:
         """Write both files."""
         env = self.data["environment"]
         env["load after"] = _load()
+        env["duration"] = f"{time.monotonic() - self._begun:.0f} s"
         width = max(len(name) for name in env)
         lines = [f"{name:<{width}}  {value}" for name, value in env.items()]
         text = "\n".join([self.data["title"], "", *lines, "", *self._text])
