@@ -188,6 +188,12 @@ class WorkerRecord:
     left: int = 0
     successor: Successor | None = None
 
+    def lost(self, reason: str, *, others_go_on: bool = False) -> errors.WorkerLost:
+        """Return the error that it is lost."""
+        return errors.WorkerLost(
+            self.rank, self.address, self.clock, reason, others_go_on
+        )
+
     def __str__(self) -> str:
         """Return its name, for instance `rank 2 (10.0.0.3:2222)`."""
         return f"rank {self.rank} ({self.address})"
@@ -220,10 +226,6 @@ class Membership:
         """Return the workers that are waited for: live, away, and expected, by rank."""
         return [p for p in self.workers if p.state in ("live", "away", "expected")]
 
-    def missing(self) -> list[int]:
-        """Return the ranks that have never connected."""
-        return [p.rank for p in self.workers if p.state == "expected"]
-
     @property
     def over(self) -> bool:
         """Whether there is no worker left to serve."""
@@ -234,6 +236,18 @@ class Membership:
         worker = self.workers[rank]
         same = worker.incarnation == incarnation
         return worker if same and worker.state == "live" else None
+
+    def is_here(self, worker: WorkerRecord) -> bool:
+        """Return whether a worker is live, and no other one has its rank."""
+        return self.workers[worker.rank] is worker and worker.state == "live"
+
+    def check(self, worker: WorkerRecord | None = None) -> None:
+        """Raise the job's failure, or the end of this worker, if there is one."""
+        if self.failure is not None:
+            raise self.failure
+        if worker is not None and not self.is_here(worker):
+            # The thread of a lost worker: this isn't sent to any process.
+            raise errors.TransportClosed(f"{worker} was lost.")
 
     def enter(self, worker: WorkerRecord, kind: str | None) -> None:
         """Add a worker; it replaces the one that had its rank before.
@@ -260,9 +274,7 @@ class Membership:
             worker.state = "lost"
             self._publish("lost", worker, reason)
             if self._mode == "sync":
-                self.fail(
-                    errors.WorkerLost(worker.rank, worker.address, worker.clock, reason)
-                )
+                self.fail(worker.lost(reason))
             self.changed.notify_all()
             return True
 
@@ -271,7 +283,7 @@ class Membership:
     ) -> None:
         """Mark a worker as finished; its script may continue with a successor."""
         with self.changed:
-            if self.workers[worker.rank] is not worker or worker.state != "live":
+            if not self.is_here(worker):
                 return
             worker.state = "finished"
             worker.successor = successor
@@ -291,7 +303,7 @@ class Membership:
     def leave(self, worker: WorkerRecord, use: int, reason: str) -> None:
         """Note that a worker has closed a strategy, and stays itself."""
         with self.changed:
-            if self.workers[worker.rank] is not worker or worker.state != "live":
+            if not self.is_here(worker):
                 return
             worker.left = max(worker.left, use)
             self._publish("left", worker, reason, use)

@@ -139,7 +139,7 @@ class ServedTables:
         members = self._membership
         made = None
         with members.changed:
-            self._check(worker)
+            members.check(worker)
             self._check_joiner(worker, number, layout)
             if not 0 <= number <= len(self.tables) and has_values:
                 raise errors.ProtocolError(
@@ -153,7 +153,7 @@ class ServedTables:
                 self.tables[number] = made
                 members.changed.notify_all()
             while number not in self.tables:
-                self._check(worker)
+                members.check(worker)
                 if members.workers[0].state in ("lost", "finished"):
                     chief = members.workers[0]
                     raise members.fail(
@@ -220,7 +220,7 @@ class ServedTables:
         """
         members = self._membership
         with members.changed:
-            self._check(worker)
+            members.check(worker)
             if number < self._asked.get(worker.rank, 0):
                 return []  # a process that was started again
             self._asked[worker.rank] = number + 1
@@ -268,7 +268,7 @@ class ServedTables:
         served.table.check(parts)
         began = time.monotonic()
         with self._membership.changed:
-            self._check(worker)
+            self._membership.check(worker)
             at_once = served.clocks.may_read(worker.rank, clock)
             staleness = served.clocks.staleness(worker.rank, clock)
             least = served.clocks.least
@@ -312,7 +312,7 @@ class ServedTables:
         """
         served = self._find(number)
         with self._membership.changed:
-            self._check(worker)
+            self._membership.check(worker)
             least = served.clocks.least
             staleness = served.clocks.staleness(worker.rank, worker.clock)
         version, answer = served.read(since, place)
@@ -391,20 +391,11 @@ class ServedTables:
                 "it at another place. All workers must run the same script."
             )
 
-    def _check(self, worker: WorkerRecord) -> None:
-        if self._membership.failure is not None:
-            raise self._membership.failure
-        if (
-            self._membership.workers[worker.rank] is not worker
-            or worker.state != "live"
-        ):
-            raise errors.TransportClosed(f"{worker} was lost.")
-
     def _wait(
         self, served: ServedTable, worker: WorkerRecord, clock: int, deadline: Deadline
     ) -> None:
         while not served.clocks.may_read(worker.rank, clock):
-            self._check(worker)
+            self._membership.check(worker)
             if deadline.expired:
                 slow = served.clocks.blocking(worker.rank, clock)
                 names = " and ".join(str(self._membership.workers[r]) for r in slow)
@@ -418,4 +409,4 @@ class ServedTables:
                     )
                 )
             self._membership.changed.wait(deadline.remaining())
-        self._check(worker)
+        self._membership.check(worker)

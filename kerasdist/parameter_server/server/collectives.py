@@ -102,7 +102,8 @@ class JoinBarrier:
         with members.changed:
             if not worker.joining and worker.incarnation not in self._entered:
                 raise errors.CollectiveError(
-                    f"{self._restarted(worker)} Start this worker again."
+                    f"This server was restarted while {worker} was joining. Start this "
+                    "worker again."
                 )
             self._waiting[worker.rank] = worker, fit
             members.changed.wait_for(
@@ -111,8 +112,7 @@ class JoinBarrier:
             )
             if self._waiting.get(worker.rank, (None,))[0] is worker:
                 del self._waiting[worker.rank]
-            if members.failure is not None:
-                raise members.failure
+            members.check()
             if not worker.joining:
                 return self._entered.pop(worker.incarnation)
             why = self._why_not(worker, fit)
@@ -133,7 +133,7 @@ class JoinBarrier:
         joined = [
             worker
             for worker, theirs in self._waiting.values()
-            if theirs == self._fit and self._is_here(worker)
+            if theirs == self._fit and self._membership.is_here(worker)
         ]
         names = [worker.rank for worker in joined]
         ranks[:] = sorted([*ranks, *names])
@@ -147,17 +147,9 @@ class JoinBarrier:
         """Return the ranks that joined at this barrier, if it was the last one."""
         return self._last[1] if self._last[0] == number else []
 
-    def _is_here(self, worker: WorkerRecord) -> bool:
-        return (
-            self._membership.workers[worker.rank] is worker and worker.state == "live"
-        )
-
-    def _restarted(self, worker: WorkerRecord) -> str:
-        return f"This server was restarted while {worker} was joining."
-
     def _why_not(self, worker: WorkerRecord, fit: int) -> str:
         members = self._membership
-        if members.failure is not None or not self._is_here(worker):
+        if members.failure is not None or not members.is_here(worker):
             return f"{worker} was lost."
         if not any(not each.joining for each in members.live()):
             return (
@@ -283,11 +275,7 @@ class ServerCollectives:
             self._tables.park(worker.rank)
             members.changed.notify_all()
             while round.result is None:
-                if members.failure is not None:
-                    raise members.failure
-                if members.workers[worker.rank] is not worker or worker.state != "live":
-                    # The thread of a lost worker: this isn't sent to any process.
-                    raise errors.TransportClosed(f"{worker} was lost.")
+                members.check(worker)
                 if round.busy and together:
                     break
                 if not round.busy and self._complete(round):
@@ -312,8 +300,7 @@ class ServerCollectives:
                 if round.done == len(round.ranks):
                     self._finish(round, [])
                 while round.result is None:
-                    if members.failure is not None:
-                        raise members.failure
+                    members.check()
                     if deadline.expired:
                         raise members.fail(self._late(round, deadline))
                     members.changed.wait(deadline.remaining())
@@ -355,8 +342,7 @@ class ServerCollectives:
 
     def _enter(self, worker: WorkerRecord, call: Call, use: int) -> _Round:
         members = self._membership
-        if members.failure is not None:
-            raise members.failure
+        members.check()
         last = self._last
         if last is not None and call == last.call and worker.rank in last.ranks:
             # A repeated request: the reply was lost.
@@ -394,12 +380,7 @@ class ServerCollectives:
         ]
         if gone and self._tables.mode == "sync":
             raise self._membership.fail(
-                errors.WorkerLost(
-                    gone[0].rank,
-                    gone[0].address,
-                    gone[0].clock,
-                    "it closed its strategy while others still needed it",
-                )
+                gone[0].lost("it closed its strategy while others still needed it")
             )
         return True
 

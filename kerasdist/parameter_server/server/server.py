@@ -265,10 +265,8 @@ class ControlConnections:
         if worker is None or not members.lose(worker, reason):
             return
         # It may have been frozen, and wake up later.
-        lost = errors.WorkerLost(
-            *(worker.rank, worker.address, worker.clock, reason),
-            others_go_on=self._handler.settings.mode == "async" and not members.over,
-        )
+        others_go_on = self._handler.settings.mode == "async" and not members.over
+        lost = worker.lost(reason, others_go_on=others_go_on)
         self._heartbeat.post(key, FrameType.FAILURE, encode(lost))
 
     def _pass_on(self, sender: WorkerRecord, payload: bytes) -> None:
@@ -457,8 +455,7 @@ class ParameterServer:
             for arrival in (*new, *self._registrar.waiting()):
                 self._let_in(*arrival)
         with members.changed:
-            if members.failure is not None:
-                raise members.failure
+            members.check()
             finished = any(worker.state == "finished" for worker in members.workers)
             lost = [event for event in self.handler.events if event.kind == "lost"]
         if self._closed and not members.over:
