@@ -20,6 +20,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -28,8 +29,8 @@ import queue
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,7 @@ from kerasdist.transport.tracing import now
 
 # The dtype's name and the shape of an array in a message.
 Spec = tuple[str, tuple[int, ...]]
+_Result = TypeVar("_Result")
 _ALIGNMENT = 64
 
 
@@ -84,6 +86,11 @@ class Message:
     call: Call
     meta: Mapping[str, Any]
     arrays: Sequence[Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
 
 
 class Channel(abc.ABC):
@@ -218,7 +225,7 @@ class MemoryChannel(Channel):
     def send(self, message: Message, deadline: Deadline) -> None:
         """See `Channel.send`. The queue takes everything at once."""
         self._check()
-        self.bytes_sent += sum(array.nbytes for array in message.arrays)
+        self.bytes_sent += message.nbytes
         self._out.put(message)
 
     def receive(self, deadline: Deadline, bound: int) -> Message:
@@ -233,13 +240,12 @@ class MemoryChannel(Channel):
             self._in.put(None)
             self._check()
             raise ChannelEnded("the other side has closed it")
-        size = sum(array.nbytes for array in message.arrays)
-        if size > bound:
+        if message.nbytes > bound:
             raise ProtocolError(
-                f"A message is too long. Received: {size} bytes, expected at most "
-                f"{bound}."
+                f"A message is too long. Received: {message.nbytes} bytes, expected at "
+                f"most {bound}."
             )
-        self.bytes_received += size
+        self.bytes_received += message.nbytes
         return message
 
     def _check(self) -> None:
@@ -526,15 +532,11 @@ class SocketChannel(Channel):
         view = memoryview(head)
         try:
             while view:
-                self._sock.settimeout(_seconds(deadline))
-                try:
-                    data, found = receive_descriptor(self._sock, len(view))
-                except TimeoutError:
-                    self._late(deadline)
-                    continue
+                receive = functools.partial(receive_descriptor, self._sock, len(view))
+                data, found = self._in_time(receive, deadline)
                 descriptors += found
                 if not data:
-                    raise self._closed()
+                    raise self._ended("was closed")
                 view[: len(data)] = data
                 view = view[len(data) :]
         except BaseException:
@@ -545,25 +547,17 @@ class SocketChannel(Channel):
 
     def _fill(self, view: memoryview, deadline: Deadline) -> None:
         while view:
-            self._sock.settimeout(_seconds(deadline))
-            try:
-                count = self._sock.recv_into(view)
-            except TimeoutError:
-                self._late(deadline)
-                continue
+            receive = functools.partial(self._sock.recv_into, view)
+            count = self._in_time(receive, deadline)
             if not count:
-                raise self._closed()
+                raise self._ended("was closed")
             view = view[count:]
 
     def _send(self, parts: list[memoryview | bytes], deadline: Deadline) -> None:
         left = [memoryview(part) for part in parts]
         while left:
-            self._sock.settimeout(_seconds(deadline))
-            try:
-                sent = self._sock.sendmsg(left[:_MOST_BUFFERS])
-            except TimeoutError:
-                self._late(deadline)
-                continue
+            send = functools.partial(self._sock.sendmsg, left[:_MOST_BUFFERS])
+            sent = self._in_time(send, deadline)
             done = 0
             while done < len(left) and sent >= len(left[done]):
                 sent -= len(left[done])
@@ -572,21 +566,24 @@ class SocketChannel(Channel):
             if sent:
                 left[0] = left[0][sent:]
 
-    def _late(self, deadline: Deadline) -> None:
-        if self._aborted:
-            raise Aborted
-        if deadline.expired:
-            raise ChannelSilent(f"silent for {deadline.seconds:g} s")
+    def _in_time(self, transfer: Callable[[], _Result], deadline: Deadline) -> _Result:
+        """Call a function of the socket until its deadline."""
+        while True:
+            self._sock.settimeout(_seconds(deadline))
+            try:
+                return transfer()
+            except TimeoutError as error:
+                if self._aborted:
+                    raise Aborted from error
+                if deadline.expired:
+                    seconds = deadline.seconds
+                    raise ChannelSilent(f"silent for {seconds:g} s") from error
 
-    def _closed(self) -> Exception:
-        if self._aborted:
-            return Aborted()
-        return ChannelEnded("the connection was closed")
+    def _ended(self, how: str) -> Exception:
+        return Aborted() if self._aborted else ChannelEnded(f"the connection {how}")
 
     def _broken(self, error: OSError) -> Exception:
-        if self._aborted:
-            return Aborted()
-        return ChannelEnded(f"the connection broke ({error.strerror or error})")
+        return self._ended(f"broke ({error.strerror or error})")
 
     def abort(self) -> None:
         """See `Channel.abort`."""

@@ -62,11 +62,15 @@ class FanOutRecorder:
 
 
 class SpanTimer:
-    """Spans that follow each other: each begins where the last one ended."""
+    """Spans that follow each other: each begins where the last one ended.
+
+    Args:
+        recorder: Gets them; or None.
+    """
 
     __slots__ = ("_begin", "_recorder")
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
         self._begin = now()
 
@@ -75,7 +79,8 @@ class SpanTimer:
     ) -> None:
         """Record the time since the last call, until now or `until`, as one span."""
         end = now() if until is None else until
-        self._recorder.add(name, self._begin, end, size, what)
+        if self._recorder is not None:
+            self._recorder.add(name, self._begin, end, size, what)
         self._begin = end
 
     def skip(self) -> None:

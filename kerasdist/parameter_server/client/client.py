@@ -521,14 +521,13 @@ class ServerCommunicator(CheckedCommunicator):
                 answers = client.connections.request_all(
                     [*builds, *self._rest(len(builds), call)]
                 )
-                timer = None if self._recorder is None else SpanTimer(self._recorder)
+                timer = SpanTimer(self._recorder)
                 self._note(call, answers)
                 for piece, answer in zip(pieces, answers, strict=False):
                     if piece.stop > piece.start:
                         flat[piece] = answer.arrays[0]
-                if timer is not None:
-                    size = sum(p.stop - p.start for p in pieces) * dtype.itemsize
-                    timer.end("receive", size)
+                size = sum(p.stop - p.start for p in pieces) * dtype.itemsize
+                timer.end("receive", size)
         return flat
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -256,30 +257,24 @@ class ServerConnections:
             CollectiveError: This worker's failure.
         """
         nothing = Message(FrameType.REPLY, Call(0), {}, ())
-        used = [i for i, build in enumerate(builds) if build is not None]
         replies = [nothing] * len(builds)
-
-        def request(index: int) -> Message:
-            build = builds[index]
-            return nothing if build is None else self._every[index].request(build)
-
-        if len(used) == 1 or self._pool is None:
-            for index in used:
-                replies[index] = request(index)
-            return replies
-        try:
-            futures = {index: self._pool.submit(request, index) for index in used[1:]}
-        except RuntimeError:  # closed by another thread just now
-            self._check()
-            raise
-        first: BaseException | None = None
-        try:
-            replies[used[0]] = request(used[0])
-        except Exception as error:
-            first = error
-        for index, future in futures.items():
+        # This thread makes the first request itself, the pool's threads the others.
+        results: dict[int, Callable[[], Message]] = {
+            index: functools.partial(self._every[index].request, build)
+            for index, build in enumerate(builds)
+            if build is not None
+        }
+        if len(results) > 1 and self._pool is not None:
             try:
-                replies[index] = future.result()
+                for index in [*results][1:]:
+                    results[index] = self._pool.submit(results[index]).result
+            except RuntimeError:  # closed by another thread just now
+                self._check()
+                raise
+        first: BaseException | None = None
+        for index, result in results.items():
+            try:
+                replies[index] = result()
             except Exception as error:
                 first = first or error
         if first is not None:
@@ -384,21 +379,15 @@ class ServerConnection(abc.ABC):
                 deadline = Deadline(self._job.timeouts.collective + GRACE_SECONDS)
                 self._job.check()
                 channel = self._current()
-                recorder = self._job.recorder
-                timer = None if recorder is None else SpanTimer(recorder)
+                timer = SpanTimer(self._job.recorder)
                 try:
                     request = build(channel)
-                    if timer is not None:
-                        size = sum(array.nbytes for array in request.arrays)
-                        timer.end("pack", size)
+                    timer.end("pack", request.nbytes)
                     channel.send(request, deadline)
-                    if timer is not None:
-                        timer.end("send", size, str(self))
+                    timer.end("send", request.nbytes, str(self))
                     answer = channel.receive(deadline, MOST_BYTES)
-                    if timer is not None:
-                        timer.end("wait", what=self, until=channel.answered)
-                        size = sum(array.nbytes for array in answer.arrays)
-                        timer.end("receive", size, str(self))
+                    timer.end("wait", what=self, until=channel.answered)
+                    timer.end("receive", answer.nbytes, str(self))
                 except (ChannelEnded, Aborted) as error:
                     self._again(error)
                     continue
