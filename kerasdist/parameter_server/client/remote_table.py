@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -135,12 +135,9 @@ class RemoteTable:
             opened = read_record(answer.meta, Opened, "A reply")
             self._check_sum(server, answer, opened.crc)
             parts = list(answer.arrays)
-            for pieces in self._dense[server].values():
-                flat = parts.pop(0)
-                for piece in pieces:
-                    end = piece.offset + layout.elements(piece)
-                    rows = whole[piece.variable][piece.start : piece.stop]
-                    rows[...] = flat[piece.offset : end].reshape(rows.shape)
+            for piece, part in self._take_dense(server, parts):
+                rows = whole[piece.variable][piece.start : piece.stop]
+                rows[...] = part.reshape(rows.shape)
             for piece in self._sparse[server]:
                 whole[piece.variable][piece.start : piece.stop] = parts.pop(0)
             self._note_version(server, opened.version)
@@ -165,7 +162,7 @@ class RemoteTable:
             CollectiveError: See `kerasdist.errors`.
         """
         recorder = self._client.recorder
-        begin = 0 if recorder is None else now()
+        begin = now()
         rows = self._check(deltas)
         with self._client.calling("a step's push"):
             clock = self.clock + 1
@@ -177,11 +174,10 @@ class RemoteTable:
 
             answers = self._request_all(build)
             self.clock = clock
-            timer = None if recorder is None else SpanTimer(recorder)
+            timer = SpanTimer(recorder)
             pulled = self._unpack(answers)
-        if recorder is not None and timer is not None:
-            size = sum(a.nbytes for answer in answers for a in answer.arrays)
-            timer.end("receive", size)
+        if recorder is not None:
+            timer.end("receive", sum(answer.nbytes for answer in answers))
             recorder.add("push_pull", begin, now(), what=f"clock {clock}")
         self.observed[pulled.staleness] += 1
         return pulled
@@ -264,8 +260,7 @@ class RemoteTable:
     ) -> list[Array]:
         layout = self.layout
         specs: list[Spec] = []
-        dense = self._dense[server]
-        for name, pieces in dense.items():
+        for name, pieces in self._dense[server].items():
             specs.append((name, (sum(map(layout.elements, pieces)),)))
         cuts = []
         for piece in self._sparse[server]:
@@ -279,33 +274,41 @@ class RemoteTable:
             specs.append((narrow, (int(stop - start),)))
             specs.append((variable.held, (int(stop - start), variable.row_elements)))
         parts = channel.place(specs)
-        for flat, pieces in zip(parts, dense.values(), strict=False):
-            for piece in pieces:
-                part = flat[piece.offset : piece.offset + layout.elements(piece)]
-                delta = deltas[piece.variable]
-                if delta is None:
-                    part.fill(0)
-                elif isinstance(delta, Change):
-                    value, base = (
-                        layout.rows_of(piece, array).reshape(-1)
-                        for array in (delta.value, delta.base)
-                    )
-                    with np.errstate(all="ignore"):  # NaN isn't an error here
-                        np.subtract(value, base, out=part, dtype=part.dtype)
-                else:
-                    part[:] = layout.rows_of(piece, delta).reshape(-1)  # type: ignore[arg-type]
-        place = len(dense)
-        for piece, found, start, stop in cuts:
-            if found is not None:
-                np.subtract(
-                    found.indices[start:stop],
-                    piece.start,
-                    out=parts[place],
-                    casting="unsafe",
+        left = list(parts)
+        for piece, part in self._take_dense(server, left):
+            delta = deltas[piece.variable]
+            if delta is None:
+                part.fill(0)
+            elif isinstance(delta, Change):
+                value, base = (
+                    layout.rows_of(piece, array).reshape(-1)
+                    for array in (delta.value, delta.base)
                 )
-                parts[place + 1][...] = found.values[start:stop]
-            place += 2
+                with np.errstate(all="ignore"):  # NaN isn't an error here
+                    np.subtract(value, base, out=part, dtype=part.dtype)
+            else:
+                part[:] = layout.rows_of(piece, delta).reshape(-1)  # type: ignore[arg-type]
+        for piece, found, start, stop in cuts:
+            indices, values = left.pop(0), left.pop(0)
+            if found is not None:
+                mine = found.indices[start:stop]
+                np.subtract(mine, piece.start, out=indices, casting="unsafe")
+                values[...] = found.values[start:stop]
         return parts
+
+    def _take_dense(
+        self, server: int, parts: list[Array]
+    ) -> Iterator[tuple[Piece, Array]]:
+        """Take the arrays of dense pieces from a server's parts, which begin with them.
+
+        Returns:
+            Each piece, and its elements.
+        """
+        for pieces in self._dense[server].values():
+            flat = parts.pop(0)
+            for piece in pieces:
+                end = piece.offset + self.layout.elements(piece)
+                yield piece, flat[piece.offset : end]
 
     # Receiving.
 
@@ -326,11 +329,8 @@ class RemoteTable:
         states = [read_record(each.meta, TableState, "A reply") for each in answers]
         for server, answer in enumerate(answers):
             parts = list(answer.arrays)
-            for pieces in self._dense[server].values():
-                flat = parts.pop(0)
-                for piece in pieces:
-                    end = piece.offset + self.layout.elements(piece)
-                    self._place(piece, flat[piece.offset : end], values)
+            for piece, part in self._take_dense(server, parts):
+                self._place(piece, part, values)
             for piece in self._sparse[server]:
                 indices, rows = parts.pop(0), parts.pop(0)
                 found.setdefault(piece.variable, []).append((piece, indices, rows))
