@@ -419,16 +419,19 @@ class ServerCollectives:
             return []
         inputs = [arrays[0] for arrays in brought]
         out = self._buffers.empty(inputs[0].size, inputs[0].dtype)
-        if len(inputs) == 1:
-            np.copyto(out, inputs[0])
-            return [out]
-        combine = reducer(call.op if call.op in OPS[1:] else "sum")
-        # An overflow is infinite, for all: a server doesn't warn of it.
-        with np.errstate(all="ignore"):
-            combine(inputs[0], inputs[1], out=out)
-            for values in inputs[2:]:
-                combine(out, values, out=out)
+        _reduce(inputs, reducer(call.op if call.op in OPS[1:] else "sum"), out)
         return [out]
+
+
+def _reduce(inputs: Sequence[Array], combine: np.ufunc, out: Array) -> None:
+    if len(inputs) == 1:
+        np.copyto(out, inputs[0])
+        return
+    # An overflow is infinite, for all: a server doesn't warn of it.
+    with np.errstate(all="ignore"):
+        combine(inputs[0], inputs[1], out=out)
+        for values in inputs[2:]:
+            combine(out, values, out=out)
 
 
 def _reduce_blocks(round: _Round) -> None:
@@ -440,20 +443,13 @@ def _reduce_blocks(round: _Round) -> None:
     mine, others = outs[0], outs[1:]
     combine = reducer(round.call.op)
     step = _BLOCK_BYTES // mine.itemsize
-    with np.errstate(all="ignore"):
-        for start in (next(round.blocks) * step for _ in itertools.count()):
-            if start >= mine.size:
-                return
-            block = slice(start, start + step)
-            out = mine[block]
-            if len(inputs) == 1:
-                np.copyto(out, inputs[0][block])
-            else:
-                combine(inputs[0][block], inputs[1][block], out=out)
-            for values in inputs[2:]:
-                combine(out, values[block], out=out)
-            for other in others:
-                np.copyto(other[block], out)
+    for number in round.blocks:
+        block = slice(number * step, (number + 1) * step)
+        if block.start >= mine.size:
+            return
+        _reduce([values[block] for values in inputs], combine, mine[block])
+        for other in others:
+            np.copyto(other[block], mine[block])
 
 
 def _mismatch(
