@@ -31,6 +31,7 @@ from kerasdist._tf.variables import share_reads
 from kerasdist.collectives.fused_buffer import BufferPool
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.parameter_server import Change, Pulled, Rows, Variable
+from kerasdist.parameter_server.channel import body_views, spans
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 
 # An embedding that asynchronous workers train together: only rows are sent.
@@ -68,11 +69,6 @@ class SharedRows:
         self._copies = copies
         self._base = base
         self._held = np.dtype(held)
-
-    @property
-    def base(self) -> Array:
-        """The rows as last received."""
-        return self._base
 
     def read(self, touched: Any) -> list[Any]:
         """Return tensors from which `change` makes a step's change, in any context.
@@ -156,8 +152,6 @@ def _words(array: Array) -> npt.NDArray[Any]:
     return octets.view(f"u{size}")
 
 
-# TensorFlow uses arrays that are aligned like this without copying them.
-_ALIGNMENT = 64
 # Of smaller variables all rows are sent: the message isn't longer for it.
 _LEAST_SPARSE_BYTES = 64 << 10
 
@@ -220,12 +214,7 @@ class SharedWeights:
         for part in self._rows.values():
             part.restore()
         self._buffers = BufferPool()
-        self._places: list[tuple[int, int]] = []
-        end = 0
-        for base in self._base.values():
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = start + base.nbytes
-            self._places.append((start, end))
+        self._specs = [(base.dtype.name, base.shape) for base in self._base.values()]
         # Whether anything was pushed, or read, since all workers had the same values.
         self.dirty = False
 
@@ -297,9 +286,9 @@ class SharedWeights:
 
     def push(self) -> None:
         """Push this worker's change; the values received aren't assigned."""
+        own = [np.asarray(parts[0]) for parts in self._copies]
         changes = self._changes(
-            [np.asarray(self._copies[index][0]) for index in self._base],
-            [[np.asarray(self._copies[index][0])] for index in self._rows],
+            [own[index] for index in self._base], [[own[index]] for index in self._rows]
         )
         self._take(self.table.push_pull(changes))
 
@@ -328,19 +317,15 @@ class SharedWeights:
 
         One array can't serve as both: optimizers change variables in place.
         """
-        end = self._places[-1][1] if self._places else 0
-        memory = self._buffers.empty(end, np.dtype(np.uint8))
-        taken = []
-        for (index, base), (start, stop) in zip(
-            self._base.items(), self._places, strict=True
-        ):
+        memory = self._buffers.empty(spans(self._specs)[1], np.dtype(np.uint8))
+        # TensorFlow uses arrays that are aligned as these are without copying them.
+        taken = body_views(memory, self._specs)
+        for (index, base), out in zip(self._base.items(), taken, strict=True):
             value = pulled.values[index]
             if value is None:
                 raise TypeError("A dense variable was received as rows.")
             np.copyto(base, value)
-            out = memory[start:stop].view(base.dtype).reshape(base.shape)
             np.copyto(out, value)
-            taken.append(out)
         for index, part in self._rows.items():
             taken += part.take(pulled.rows[index])
         return taken
