@@ -29,6 +29,7 @@ import queue
 import socket
 import struct
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -189,6 +190,14 @@ def body_views(body: npt.NDArray[np.uint8], specs: Sequence[Spec]) -> list[Array
         body[start:end].view(dtype_of(name)).reshape(shape)
         for (name, shape), (start, end) in zip(specs, places, strict=True)
     ]
+
+
+def checksum_of(arrays: Sequence[Array]) -> int:
+    """Return the CRC-32 of the bytes of all arrays."""
+    crc = 0
+    for array in arrays:
+        crc = zlib.crc32(octets(np.ascontiguousarray(array)), crc)
+    return crc
 
 
 class _Pipe:

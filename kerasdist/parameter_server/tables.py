@@ -21,14 +21,14 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from kerasdist import errors
-from kerasdist.collectives.row_exchange import Array, octets
+from kerasdist.collectives.row_exchange import Array
+from kerasdist.parameter_server.channel import checksum_of
 from kerasdist.parameter_server.layout import Layout, ServerSettings
 from kerasdist.parameter_server.membership import Membership, WorkerRecord
 from kerasdist.parameter_server.served_table import Place, ServedTable
@@ -193,10 +193,7 @@ class ServedTables:
         with served.lock:
             values = served.whole()
             version = served.table.version
-        crc = 0
-        for array in values:
-            crc = zlib.crc32(octets(array), crc)
-        opened = Opened(crc=crc, version=version, clock=clock or 0)
+        opened = Opened(crc=checksum_of(values), version=version, clock=clock or 0)
         return to_object(opened), values
 
     def first_value(

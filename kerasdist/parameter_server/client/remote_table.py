@@ -5,15 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kerasdist import errors
-from kerasdist.collectives.row_exchange import Array, octets
-from kerasdist.parameter_server.channel import Channel, Message, Spec
+from kerasdist.collectives.row_exchange import Array
+from kerasdist.parameter_server.channel import Channel, Message, Spec, checksum_of
 from kerasdist.parameter_server.client.server_job import ServerJob
 from kerasdist.parameter_server.layout import Layout, Piece, dtype_of
 from kerasdist.parameter_server.served_table import merge_rows
@@ -368,9 +367,7 @@ class RemoteTable:
         values[piece.variable] = whole
 
     def _check_sum(self, server: int, answer: Message, expected: int) -> None:
-        crc = 0
-        for array in answer.arrays:
-            crc = zlib.crc32(octets(np.ascontiguousarray(array)), crc)
+        crc = checksum_of(answer.arrays)
         if crc != expected:
             raise self._client.fail(
                 errors.CollectiveError(
