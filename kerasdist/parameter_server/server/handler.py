@@ -18,6 +18,7 @@ The reply is a REPLY, or a FAILURE whose "failure" the worker raises.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import os
@@ -92,13 +93,9 @@ class Load:
 
 def loads_of(layout: Layout) -> list[Load]:
     """Return each server's part of a table."""
-    pieces = [0] * layout.servers
-    for piece in layout.pieces:
-        pieces[piece.server] += 1
-    return [
-        Load(size, count)
-        for size, count in zip(layout.server_bytes(), pieces, strict=True)
-    ]
+    pieces = collections.Counter(piece.server for piece in layout.pieces)
+    sizes = layout.server_bytes()
+    return [Load(size, pieces[server]) for server, size in enumerate(sizes)]
 
 
 def share_in_words(loads: Sequence[Load], server: int) -> str:
@@ -328,12 +325,6 @@ class Stats:
     """A request for the statistics of tables and workers."""
 
 
-_REQUESTS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (Meet, Open, First, Push, Pull, Claim, Enter, Split, Stats)
-}
-
-
 def request_of(
     record: Any, arrays: Sequence[Array] = (), call: Call | None = None
 ) -> Message:
@@ -528,7 +519,7 @@ class RequestHandler:
         if message.frame is not FrameType.REQUEST:
             raise unexpected(message.frame)
         do = message.meta.get("do")
-        kind = _REQUESTS.get(str(do))
+        kind = next((each for each in self._operations if each.__name__ == do), None)
         if kind is None:
             raise ProtocolError(f"Unknown request. Received: do={do!r:.100}.")
         request = read_record(message.meta, kind, "A request")
@@ -634,13 +625,9 @@ class RequestHandler:
     def stats(self) -> dict[str, Any]:
         """Return this server's statistics, as a JSON object."""
         with self.membership.changed:
+            names = ("rank", "address", "state", "clock")
             workers = [
-                {
-                    "rank": worker.rank,
-                    "address": worker.address,
-                    "state": worker.state,
-                    "clock": worker.clock,
-                }
+                {name: getattr(worker, name) for name in names}
                 for worker in self.membership.workers
             ]
             events = [to_object(event) for event in self.events]
