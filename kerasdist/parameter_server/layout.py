@@ -20,7 +20,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -342,7 +342,7 @@ class Layout:
         return ""
 
     def __repr__(self) -> str:
-        names: Mapping[str, int] = {v.name: v.rows for v in self.variables}
+        names = {variable.name for variable in self.variables}
         return f"Layout({len(names)} variables on {self.servers} servers)"
 
 

@@ -489,15 +489,12 @@ class ServerCommunicator(CheckedCommunicator):
     ) -> Array:
         elements, dtype = source.elements, source.dtype
         client = self._client
-        count = client.servers
         spread = (
             client.settings.mode == "sync"
             and elements * dtype.itemsize >= _LEAST_SPREAD_BYTES
         )
-        chunks = [equal_part(elements, count if spread else 1, i) for i in range(count)]
-        if not spread:
-            chunks[1:] = []
-
+        count = client.servers if spread else 1
+        chunks = [equal_part(elements, count, i) for i in range(count)]
         self._count([(c.stop - c.start) * dtype.itemsize for c in chunks])
         meet = self._meet()
 
@@ -506,10 +503,8 @@ class ServerCommunicator(CheckedCommunicator):
             source.copy_to(room[0], part.start, part.stop)
             return request_of(meet, room, call)
 
-        rounds = 1
-        if spread:
-            longest = max(part.stop - part.start for part in chunks)
-            rounds = -(-longest * dtype.itemsize // _PIECE_BYTES)
+        longest = max(part.stop - part.start for part in chunks)
+        rounds = -(-longest * dtype.itemsize // _PIECE_BYTES) if spread else 1
         flat = self._buffers.empty(elements, dtype)
         with client.calling(str(call)):
             for number in range(rounds):
