@@ -25,7 +25,10 @@ from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.connect import job_number
 from kerasdist.collectives.elastic.groups import CannotConnect, Connected
 from kerasdist.parameter_server.client.client import ServerClient
-from kerasdist.parameter_server.client.connect_servers import connect_servers
+from kerasdist.parameter_server.client.connect_servers import (
+    connect_servers,
+    no_servers,
+)
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport.base import Aborted, Connection
@@ -58,6 +61,7 @@ from kerasdist.transport.tls import checked_secret
 # earlier epochs than a job's present one at S are refused, unless that has failed.
 
 PURPOSE = "epoch"
+_Request = Literal["ready", "begin", "ask", "stay"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +104,7 @@ class EpochRequest:
         layout: Of BEGIN: the servers.
     """
 
-    request: Literal["ready", "begin", "ask", "stay"]
+    request: _Request
     job: Count
     epoch: Count
     settings: dict[str, Any]
@@ -177,19 +181,13 @@ class Search:
         servers = self._all() if at_start else self._living()
         session = f"{self.link.session}.{self.epoch}.{secrets.token_hex(8)}"
         layout = EpochServers(tuple(servers), session)
-        begin = functools.partial(
-            self._begin_at,
-            request=EpochRequest(
-                request="begin",
-                job=self.link.job,
-                epoch=self.epoch,
-                settings=self.link.agreed,
-                workers=tuple(workers),
-                seconds=self.deadline.remaining(),
-                layout=layout,
-            ),
+        request = dataclasses.replace(
+            self._question("begin"),
+            workers=tuple(workers),
+            seconds=self.deadline.remaining(),
+            layout=layout,
         )
-        self._at_once(begin, servers)
+        self._at_once(functools.partial(self._begin_at, request=request), servers)
         return layout
 
     def ask(self, chief: str) -> EpochServers:
@@ -357,12 +355,10 @@ class Search:
 
     # Requests.
 
-    def _question(self, request: Literal["ready", "ask", "stay"]) -> EpochRequest:
+    def _question(self, request: _Request) -> EpochRequest:
+        link = self.link
         return EpochRequest(
-            request=request,
-            job=self.link.job,
-            epoch=self.epoch,
-            settings=self.link.agreed,
+            request=request, job=link.job, epoch=self.epoch, settings=link.agreed
         )
 
     def _request(self, server: int, request: EpochRequest) -> None:
@@ -479,12 +475,7 @@ class ServerLink:
         transport: str = "auto",
     ) -> None:
         if not cluster.servers:
-            raise errors.ClusterError(
-                f"There are {cluster.size} workers, but no parameter server. Received: "
-                "a cluster without 'ps' tasks. Start the job with `kerasdist run "
-                f"--elastic -n {cluster.size} --ps 1`, or name at least one server "
-                "under 'ps' in TF_CONFIG, in all tasks."
-            )
+            raise no_servers(cluster.size, "kerasdist run --elastic")
         self.rank = cluster.rank or 0
         self.servers = cluster.servers
         self.session = session_name(cluster)
@@ -529,7 +520,7 @@ class ServerLink:
         """See `Link.connect`; the session's name is the first member's choice."""
         deadline = Deadline(timeouts.startup)
         self.job = job_number(name)
-        search = self._search(epoch, deadline, stop)
+        search = Search(self, epoch, self._is_first, deadline, stop)
         try:
             if cluster.rank == 0:
                 layout = search.begin(cluster.workers)
@@ -573,9 +564,6 @@ class ServerLink:
             self._groups.add(group)
         return group
 
-    def _search(self, epoch: int, deadline: Deadline, stop: Cancellation) -> Search:
-        return Search(self, epoch, self._is_first, deadline, stop)
-
     def _forget(self, group: ServerGroup) -> None:
         with self._lock:
             self._groups.discard(group)
@@ -604,4 +592,4 @@ class ServerLink:
                 return  # the interpreter is ending: no strategy follows
             _stays[self.servers] = heartbeat
         deadline = Deadline(_ANSWER_SECONDS)
-        self._search(0, deadline, Cancellation()).stay(heartbeat)
+        Search(self, 0, self._is_first, deadline, Cancellation()).stay(heartbeat)

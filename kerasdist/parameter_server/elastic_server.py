@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import os
 import threading
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -33,12 +32,13 @@ from kerasdist.parameter_server.elastic_link import (
 )
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.handler import Load, share_in_words
+from kerasdist.parameter_server.server.registration import different_settings
 from kerasdist.parameter_server.server.server import (
     FLUSH_SECONDS,
     ParameterServer,
+    ServerTask,
     log_line,
     name_of,
-    session_name,
 )
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
@@ -49,7 +49,6 @@ from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.rendezvous.dial import answer, refuse
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.tls import checked_secret
 
 # The process of a parameter server of an elastic job: its output, and its end.
 
@@ -110,7 +109,7 @@ _JOIN_SECONDS = 10.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 1e6
 
 
-class ElasticServer:
+class ElasticServer(ServerTask):
     """One server of elastic jobs: serves epoch after epoch until all workers left.
 
     Args:
@@ -141,22 +140,11 @@ class ElasticServer:
         timeouts: Timeouts | None = None,
         on_split: Callable[[list[Load], int], None] | None = None,
     ) -> None:
-        if cluster.task_type != "ps":
-            raise ValueError(
-                "A parameter server is a 'ps' task. Received: task_type="
-                f"{cluster.task_type!r}, task_index={cluster.task_index}."
-            )
-        self.index = cluster.task_index
-        self.address = cluster.servers[self.index]
+        super().__init__(cluster, elastic_timeouts(timeouts or Timeouts()))
         self._cluster = cluster
         self._settings = settings
         self._agreed = agreed(settings, min_workers)
-        self._timeouts = elastic_timeouts(timeouts or Timeouts())
         self._on_split = on_split
-        self._session = session_name(cluster)
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._closed = False
         # The present one of each job; the one that began last.
         self._epochs: dict[int, _Epoch] = {}
         self._latest: _Epoch | None = None
@@ -168,8 +156,9 @@ class ElasticServer:
         # Processes that have closed a strategy, and may create another one.
         self._staying: set[Hashable] = set()
         self._arrivals = itertools.count()
-        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
-        self._listener = Listener.acquire(self.address, secret, self._timeouts.startup)
+        self._listener = Listener.acquire(
+            self.address, self._secret, self._timeouts.startup
+        )
         # After all that may fail: it has a thread.
         self._heartbeat = Heartbeat(
             f"kerasdist-watch server {self.index}",
@@ -254,12 +243,6 @@ class ElasticServer:
         self._questions.clear()
         self._listener.release()
 
-    def __enter__(self) -> ElasticServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # Requests.
 
     def _receive(
@@ -272,12 +255,8 @@ class ElasticServer:
             return
         what, number = request.request, request.epoch
         if request.settings != self._agreed:
-            refuse(
-                connection,
-                f"Server {self.index} and rank {rank} were started with different "
-                f"arguments. Received: {request.settings!r}, here "
-                f"{self._agreed!r}. Give all tasks the same arguments.",
-            )
+            theirs, mine = request.settings, self._agreed
+            refuse(connection, different_settings(self.index, rank, theirs, mine))
             return
         present = self._epochs.get(request.job)
         if what == "stay":

@@ -12,7 +12,6 @@ failure, which ends every wait.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ class WorkerProgress:
     joining: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Event:
     """An event of a worker.
 
@@ -155,7 +154,7 @@ class ServerRoster:
     seed: int = 0
 
 
-@dataclasses.dataclass
+@dataclass
 class WorkerRecord:
     """One worker.
 
@@ -233,6 +232,8 @@ class Membership:
 
     def current(self, rank: int, incarnation: str) -> WorkerRecord | None:
         """Return the worker of this rank if it's live and this very process."""
+        if not 0 <= rank < len(self.workers):
+            return None
         worker = self.workers[rank]
         same = worker.incarnation == incarnation
         return worker if same and worker.state == "live" else None

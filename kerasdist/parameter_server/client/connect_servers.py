@@ -453,12 +453,7 @@ def connect_servers(
             "A server is no worker. Received: a 'ps' task. Use `ParameterServer`."
         )
     if not cluster.servers and cluster.size > 1:
-        raise errors.ClusterError(
-            f"There are {cluster.size} workers, but no parameter server. Received: a "
-            "cluster without 'ps' tasks. Start the job with `kerasdist run -n "
-            f"{cluster.size} --ps 1`, or name at least one server under 'ps' in "
-            "TF_CONFIG, in all tasks."
-        )
+        raise no_servers(cluster.size, "kerasdist run")
     timeouts = timeouts or Timeouts()
     client = ServerClient(cluster, settings, timeouts, on_event, on_failure)
     address = client.peers[client.rank].address
@@ -480,6 +475,7 @@ def connect_servers(
     cause: errors.ServerLost | None = None
     try:
         met: int | None = None
+        joining: bool | None = None
         rosters: list[ServerRoster] = []
         for index, server in enumerate(cluster.servers):
             connection = NetworkConnection(
@@ -498,8 +494,6 @@ def connect_servers(
                 transport,
                 stop,
             )
-            first = rosters[0] if rosters else None
-            joining = None if first is None else first.joining
             if once:
                 # A failure that an earlier server reports ends the wait for this one.
                 client.connections.add(connection)
@@ -515,7 +509,7 @@ def connect_servers(
                     )
             if not once:
                 client.connections.add(connection)
-            met = rosters[0].met
+            met, joining = rosters[0].met, rosters[0].joining
         client.start(rosters[0])
         resumed = any(each.resumed for each in rosters)
         if resumed and client.rank == 0 and not client.joining:
@@ -527,6 +521,15 @@ def connect_servers(
             raise copy_to_raise(failure) from error
         raise
     return client
+
+
+def no_servers(size: int, command: str) -> errors.ClusterError:
+    """Return the error that a job of several workers has no server."""
+    return errors.ClusterError(
+        f"There are {size} workers, but no parameter server. Received: a cluster "
+        f"without 'ps' tasks. Start the job with `{command} -n {size} --ps 1`, or name "
+        "at least one server under 'ps' in TF_CONFIG, in all tasks."
+    )
 
 
 def _log_resumed(settings: ServerSettings) -> None:

@@ -39,6 +39,15 @@ RETURN_SECONDS = 10.0
 
 _ENDED = "its connection ended before all workers were connected"
 
+
+def different_settings(server: int, rank: int, theirs: object, mine: object) -> str:
+    """Return why a server refuses a worker that has other settings."""
+    return (
+        f"Server {server} and rank {rank} were started with different arguments. "
+        f"Received: {theirs!r}, here {mine!r}. Give all tasks the same arguments."
+    )
+
+
 # A worker's rank, its connection, and its hello.
 Arrival = tuple[int, Connection, ServerHello]
 
@@ -402,12 +411,7 @@ class Registrar:
                 "same order, in all tasks?"
             )
         elif theirs != mine:
-            fault = (
-                f"Server {here} and rank {rank} were started with different arguments. "
-                f"Received: {theirs!r}, here {mine!r}. Give all tasks the same "
-                "arguments."
-            )
-            self._different = fault
+            fault = self._different = different_settings(here, rank, theirs, mine)
         else:
             return WorkerRecord(
                 *(rank, self._workers[rank], hello.incarnation, hello.replicas, "live")

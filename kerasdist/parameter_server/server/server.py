@@ -26,14 +26,16 @@ that watches the control connections, one per worker that serves its requests.
 
 from __future__ import annotations
 
+import abc
 import collections
+import functools
 import hashlib
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
@@ -133,11 +135,8 @@ def _serve_part(cluster: Cluster, served: Successor, part: int) -> Successor | N
         log_line(f"{name} gets of each worker and step: {share}.")
 
     launcher = ServerReporter(cluster.task_index)
-
-    def started() -> None:
-        patience = settings.restart_timeout if settings.restartable else 0.0
-        launcher.begun(patience)
-
+    patience = settings.restart_timeout if settings.restartable else 0.0
+    started = functools.partial(launcher.begun, patience)
     tolerant = settings.mode == "async"
     server = ParameterServer(
         cluster,
@@ -244,11 +243,11 @@ class ControlConnections:
         """Send what is still queued, and close the connections."""
         self._heartbeat.close()
 
-    def _on_frame(self, key: Hashable, frame: Frame) -> None:
+    def _on_frame(self, key: Any, frame: Frame) -> None:
         kind, _, payload = frame
         if kind is FrameType.HEARTBEAT:
             return
-        worker = self._worker(key)
+        worker = self._handler.membership.current(*key)
         if kind is FrameType.NOTICE:
             if worker is not None:
                 self._pass_on(worker, payload)
@@ -259,9 +258,9 @@ class ControlConnections:
             goodbye = read_record(to_json(payload), Goodbye, "A goodbye")
             self._handler.on_goodbye(worker, goodbye)
 
-    def _ended(self, key: Hashable, reason: str) -> None:
-        worker = self._worker(key)
+    def _ended(self, key: Any, reason: str) -> None:
         members = self._handler.membership
+        worker = members.current(*key)
         if worker is None or not members.lose(worker, reason):
             return
         # It may have been frozen, and wake up later.
@@ -279,11 +278,6 @@ class ControlConnections:
             if worker.state == "live" and receives:
                 content = json.dumps(value).encode()
                 self._heartbeat.post(_key(worker), FrameType.NOTICE, content)
-
-    def _worker(self, key: Hashable) -> WorkerRecord | None:
-        if not isinstance(key, tuple):
-            return None
-        return self._handler.membership.current(*key)
 
     def _announce(self, event: Event) -> None:
         members = self._handler.membership
@@ -326,7 +320,52 @@ def session_name(cluster: Cluster, part: int = 0) -> str:
     return f"{name}-{part}" if part else name
 
 
-class ParameterServer:
+class ServerTask(abc.ABC):
+    """The task of a server, which `ParameterServer` and `ElasticServer` serve.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        timeouts: The time limit of each phase.
+        session: The name of the session; by default `session_name`.
+
+    Attributes:
+        index: Index among the servers.
+        address: Its address.
+
+    Raises:
+        ValueError: This process is no server of the cluster.
+        ClusterError: There is no secret where one is needed.
+    """
+
+    def __init__(
+        self, cluster: Cluster, timeouts: Timeouts | None, session: str | None = None
+    ) -> None:
+        if cluster.task_type != "ps":
+            raise ValueError(
+                "A parameter server is a 'ps' task. Received: task_type="
+                f"{cluster.task_type!r}, task_index={cluster.task_index}."
+            )
+        self.index = cluster.task_index
+        self.address = cluster.servers[self.index]
+        self._timeouts = timeouts or Timeouts()
+        self._session = session or session_name(cluster)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close all connections and threads. Can be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ParameterServer(ServerTask):
     """One server of a job: listens, and serves its workers until they have finished.
 
     Args:
@@ -365,22 +404,10 @@ class ParameterServer:
         session: str | None = None,
         once: bool = False,
     ) -> None:
-        if cluster.task_type != "ps":
-            raise ValueError(
-                "A parameter server is a 'ps' task. Received: task_type="
-                f"{cluster.task_type!r}, task_index={cluster.task_index}."
-            )
-        self.index = cluster.task_index
-        self.address = cluster.servers[self.index]
+        super().__init__(cluster, timeouts, session)
         self._settings = settings
-        self._timeouts = timeouts or Timeouts()
-        self._session = session or session_name(cluster)
-        self._stop = threading.Event()
         self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
-        self._lock = threading.Lock()
-        self._bytes_received = self._bytes_sent = 0
-        self._closed = False
-        secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+        self._traffic = collections.Counter(bytes_received=0, bytes_sent=0)
         size = len(cluster.workers)
         self.handler = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),
@@ -395,7 +422,7 @@ class ParameterServer:
         )
         patience = self._timeouts.startup
         try:
-            self._listener = Listener.acquire(self.address, secret, patience)
+            self._listener = Listener.acquire(self.address, self._secret, patience)
         except BaseException:
             self.handler.close()
             raise
@@ -427,10 +454,7 @@ class ParameterServer:
     def traffic(self) -> dict[str, int]:
         """Return "bytes_received" and "bytes_sent", as `serve`."""
         with self._lock:
-            return {
-                "bytes_received": self._bytes_received,
-                "bytes_sent": self._bytes_sent,
-            }
+            return dict(self._traffic)
 
     def _serve(self) -> None:
         members = self.handler.membership
@@ -491,12 +515,6 @@ class ParameterServer:
                 thread.join(_JOIN_SECONDS)
         self._listener.release()
         self.handler.close()
-
-    def __enter__(self) -> ParameterServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Steps 1 to 4.
 
@@ -559,12 +577,7 @@ class ParameterServer:
     def _serve_requests(
         self, rank: int, connection: Connection, hello: ServerHello
     ) -> None:
-        members = self.handler.membership
-        worker = (
-            members.current(rank, hello.incarnation)
-            if 0 <= rank < len(members.workers)
-            else None
-        )
+        worker = self.handler.membership.current(rank, hello.incarnation)
         with self._lock:
             if worker is None or self._closed:
                 connection.close()
@@ -586,8 +599,8 @@ class ParameterServer:
         finally:
             channel.close()
             with self._lock:
-                self._bytes_received += channel.bytes_received
-                self._bytes_sent += channel.bytes_sent
+                self._traffic["bytes_received"] += channel.bytes_received
+                self._traffic["bytes_sent"] += channel.bytes_sent
         with members.changed:
             # Whether it sent a goodbye or died shows on the control connection.
             members.changed.wait_for(
