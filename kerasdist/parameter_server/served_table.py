@@ -112,9 +112,8 @@ class Table:
                 "An update has the wrong number of parts. "
                 f"Received: {len(parts)}, expected {count + 2 * len(self.rows)}."
             )
-        for number, rows in enumerate(self.rows):
-            indices = parts[count + 2 * number]
-            values = parts[count + 2 * number + 1]
+        updates = zip(self.rows, parts[count::2], parts[count + 1 :: 2], strict=True)
+        for rows, indices, values in updates:
             fits = (
                 indices.ndim == 1
                 and indices.dtype.kind in "iu"
@@ -155,12 +154,12 @@ class Table:
                     block = mine[start : start + step]
                     np.add(block, delta[start : start + step], out=block)
                     out[number][start : start + step] = block
-            for number, rows in enumerate(self.rows):
-                place = len(self.dense) + 2 * number
-                indices, values = parts[place], parts[place + 1]
+            sparse = iter(parts[len(self.dense) :])
+            for rows, versions in zip(self.rows, self.versions, strict=True):
+                indices, values = next(sparse), next(sparse)
                 if indices.size:
                     rows[indices] += values
-                    self.versions[number][indices] = self.version
+                    versions[indices] = self.version
 
     def read(self, out: Sequence[Array]) -> None:
         """Copy the values of `dense` into `out`, arrays of the same sizes."""
