@@ -114,9 +114,7 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], list[Array]] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise SnapshotError(
-            f"The snapshot {path} can't be read: {error.strerror or error}."
-        ) from error
+        raise _failed(path, "read", error) from error
     except ValueError as error:
         raise _unusable(path, str(error)) from error
 
@@ -130,9 +128,12 @@ def remove_snapshot(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise SnapshotError(
-            f"The snapshot {path} can't be removed: {error.strerror or error}."
-        ) from error
+        raise _failed(path, "removed", error) from error
+
+
+def _failed(path: Path, what: str, error: OSError) -> SnapshotError:
+    why = error.strerror or error
+    return SnapshotError(f"The snapshot {path} can't be {what}: {why}.")
 
 
 def _unusable(path: Path, why: str) -> SnapshotError:
