@@ -87,7 +87,10 @@ class ServerClient(ServerJob):
         use: Number of the newest strategy that uses it, from 1.
         fits: How often `fit` was called.
         datasets: The number of datasets whose batches are claimed.
+        has_servers: Whether parameter servers connect the workers.
     """
+
+    has_servers = True
 
     def __init__(
         self,
@@ -119,11 +122,6 @@ class ServerClient(ServerJob):
             self._chief_is_gone,
             timeouts.collective,
         )
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether parameter servers connect the workers."""
-        return True
 
     # Made by `connect_servers`.
 
@@ -302,7 +300,7 @@ class ServerClient(ServerJob):
         """
         with self._changed:
             self._uses.discard(use)
-            if self._closed or self._failing is not None or self._uses:
+            if self.closed or self._failing is not None or self._uses:
                 return
         left = Goodbye(reason="it closed its strategy", use=self.use)
         self.connections.send_goodbye(left)
@@ -322,9 +320,9 @@ class ServerClient(ServerJob):
             successor: What the script continues with, at the same servers.
         """
         with self._changed:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             self._changed.notify_all()
         reason = "it has finished"
         if error is not None:
@@ -366,7 +364,7 @@ class ServerClient(ServerJob):
     def _chief_is_gone(self) -> str | None:
         if self._failure is not None:
             raise copy_to_raise(self._failure)
-        if self._closed:
+        if self.closed:
             return "this worker has left the job"
         if self.joining:
             return "this worker hasn't joined the others yet"

@@ -104,7 +104,6 @@ class NetworkConnection(ServerConnection):
     """A server over the network.
 
     Args:
-        index: Index of the server.
         address: Its address.
         hello: This worker's hello to it.
         session: The name of the servers' session.
@@ -117,7 +116,6 @@ class NetworkConnection(ServerConnection):
 
     def __init__(
         self,
-        index: int,
         address: str,
         hello: ServerHello,
         session: str,
@@ -128,7 +126,7 @@ class NetworkConnection(ServerConnection):
         stop: Cancellation | None = None,
     ) -> None:
         super().__init__(job)
-        self.index = index
+        self.index = hello.server
         self.address = address
         self._hello = hello
         self._session = session
@@ -479,7 +477,6 @@ def connect_servers(
         rosters: list[ServerRoster] = []
         for index, server in enumerate(cluster.servers):
             connection = NetworkConnection(
-                index,
                 server,
                 ServerHello(
                     server=index,

@@ -55,6 +55,7 @@ class ServerJob(Supervisor, abc.ABC):
         clocks: This worker's clock in each table, by the table's number.
         recorder: Gets spans of packing, sending and waiting; or None.
         use: Number of the newest strategy that uses it, from 1.
+        closed: Whether `close` was called.
         call: See `Supervisor`.
     """
 
@@ -81,7 +82,7 @@ class ServerJob(Supervisor, abc.ABC):
         # The same while a thread reports it, and that thread.
         self._failing: errors.CollectiveError | None = None
         self._reporting: int | None = None
-        self._closed = False
+        self.closed = False
         self._met = 0
         self._calls = threading.RLock()
         self.connections = ServerConnections(self.check)
@@ -100,11 +101,6 @@ class ServerJob(Supervisor, abc.ABC):
         return len(self.connections)
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
     def step(self) -> int:
         """The step that messages name."""
         return max([self._step, *self.clocks.values()])
@@ -117,7 +113,7 @@ class ServerJob(Supervisor, abc.ABC):
         """Raise the error that ended this worker's part, if there is one."""
         if self._failure is not None:
             raise copy_to_raise(self._failure)
-        if self._closed or not self._uses:
+        if self.closed or not self._uses:
             raise errors.TransportClosed(
                 "The connection to the parameter servers is closed. Create a new "
                 "strategy to continue."
@@ -156,7 +152,7 @@ class ServerJob(Supervisor, abc.ABC):
         """Wait a moment for a failure; return it."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or self._closed, seconds
+                lambda: self._failure is not None or self.closed, seconds
             )
             return self._failure
 

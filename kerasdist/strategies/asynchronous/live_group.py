@@ -33,7 +33,6 @@ from kerasdist.parameter_server import ServerClient
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
-from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.tracing import Recorder
 
 # The workers of an asynchronous job: this one alone, or all live ones.
@@ -292,21 +291,21 @@ class LiveJob:
 
     Args:
         client: The job.
+
+    Attributes:
+        communicator: The communicator of the live workers.
+        live: The same.
+        has_servers: See `StrategyJob.has_servers`.
+        announcements: See `StrategyJob.announcements`.
     """
+
+    has_servers = True
 
     def __init__(self, client: ServerClient) -> None:
         self.client = client
         self.live = LiveCommunicator(client)
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator of the live workers."""
-        return self.live
-
-    @property
-    def has_servers(self) -> bool:
-        """See `StrategyJob.has_servers`."""
-        return True
+        self.communicator: Communicator = self.live
+        self.announcements = client.announcements
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -315,11 +314,6 @@ class LiveJob:
         if len(every) == 1:
             return every * self.live.size
         return tuple(every[rank] for rank in self.live.ranks)
-
-    @property
-    def announcements(self) -> Announcements | None:
-        """See `StrategyJob.announcements`."""
-        return self.client.announcements
 
     def close(self, error: BaseException | None = None) -> None:
         """See `StrategyJob.close`."""
