@@ -176,8 +176,9 @@ class NetworkConnection(ServerConnection):
         return self._connect(Deadline(self._job.timeouts.startup), hello)
 
     def _connect(self, deadline: Deadline, hello: ServerHello) -> ServerRoster:
-        secret, stop = self._secret, self._stop
+        secret, stop, rank = self._secret, self._stop, self._job.rank
         connected = threading.Event()
+        enrolment = hello_of(self._session, PURPOSE, rank, hello)
 
         def look() -> Sight | None:
             if not connected.is_set():
@@ -187,22 +188,14 @@ class NetworkConnection(ServerConnection):
 
         def enrol() -> tuple[Connection, ServerRoster]:
             return register(
-                *(
-                    self.address,
-                    secret,
-                    hello_of(self._session, PURPOSE, self._job.rank, hello),
-                    ServerRoster,
-                ),
+                *(self.address, secret, enrolment, ServerRoster),
                 *(deadline, stop, GRACE_SECONDS, connected),
             )
 
         control, roster = self._retry(enrol, deadline, look)
         shared = self._transport == "auto" and roster.host == host_key()
-        data = hello_of(
-            *(self._session, PURPOSE, self._job.rank),
-            dataclasses.replace(hello, line="data", shared=shared),
-        )
-
+        hello = dataclasses.replace(hello, line="data", shared=shared)
+        data = hello_of(self._session, PURPOSE, rank, hello)
         name = roster.unix_name if shared else None
         try:
             channel = self._retry(
@@ -287,18 +280,14 @@ class NetworkConnection(ServerConnection):
             raise self._lost(reason) from error
         self._heartbeat.drop(self.index)
         deadline = Deadline(self._job.settings.restart_timeout)
-        while True:
-            try:
-                progress = self._job.progress()
-                self._connect(
-                    deadline, dataclasses.replace(self._hello, resume=progress)
-                )
-                break
-            except Aborted:
-                self._job.check()
-                raise
-            except errors.KerasDistError as refused:
-                raise self._lost(f"{reason}; {refused}".rstrip(".")) from refused
+        hello = dataclasses.replace(self._hello, resume=self._job.progress())
+        try:
+            self._connect(deadline, hello)
+        except Aborted:
+            self._job.check()
+            raise
+        except errors.KerasDistError as refused:
+            raise self._lost(f"{reason}; {refused}".rstrip(".")) from refused
         self.generation += 1
 
     def _lost(self, reason: str) -> errors.CollectiveError:
