@@ -389,7 +389,6 @@ class SocketChannel(Channel):
             raise self._broken(error) from error
 
     def _receive(self, deadline: Deadline, bound: int) -> Message:
-        start = HEADER_BYTES + _PREFIX.size
         while True:
             head = bytearray(HEADER_BYTES)
             descriptors = self._fill_head(head, deadline)
@@ -428,7 +427,7 @@ class SocketChannel(Channel):
         specs = read_specs(meta.pop("arrays", []))
         inline = length - least - text_bytes
         body = self._body(meta, specs, size, inline, deadline)
-        self.bytes_received += start + text_bytes + TAG_BYTES + size
+        self.bytes_received += HEADER_BYTES + least + text_bytes + size
         return Message(frame, call, meta, body_views(body, specs))
 
     def _body(
@@ -597,10 +596,9 @@ class SocketChannel(Channel):
     def abort(self) -> None:
         """See `Channel.abort`."""
         self._aborted = True
-        try:
+        # The other side may be faster, or it is closed already.
+        with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side was faster, or it is closed already
-            pass
 
     def close(self) -> None:
         """See `Channel.close`."""

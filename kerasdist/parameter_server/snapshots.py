@@ -348,8 +348,8 @@ class Snapshotter:
                 served.clocks.join(rank, clock)
             for rank, (incarnation, clock) in table.applied.items():
                 served.applied[rank] = (incarnation, clock)
-                if served.clocks.clock(rank) is not None:
-                    served.clocks.tick(rank, clock)
+                # Not of a worker that isn't live any more.
+                served.clocks.tick(rank, clock)
             self._tables.tables[number] = served
         for worker in record.workers:
             state = "away" if worker.state == "live" else worker.state
@@ -380,10 +380,8 @@ class Snapshotter:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        seconds, updates = (
-            self._settings.snapshot_seconds,
-            self._settings.snapshot_updates,
-        )
+        settings = self._settings
+        seconds, updates = settings.snapshot_seconds, settings.snapshot_updates
         at, count, tables = time.monotonic(), self._tables.updates, 0
         while True:
             left = _LONGEST_WAIT
