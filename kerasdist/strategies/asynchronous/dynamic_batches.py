@@ -286,8 +286,7 @@ class AsyncDataset(BatchIterable):
             steps: Number of batches over all workers; None: to the end of the data.
         """
         self.workers.check_joined()
-        if self._batches is not None:
-            self._batches.close()
+        self.close()
         # A joining worker has no batches yet but still takes part in this collective.
         if self._epoch:
             exhausted = self._batches is not None and self._batches.exhausted

@@ -336,10 +336,8 @@ class AsyncData:
         parts = [f"batches of {batch_size or 'unknown size'}"]
         if source.length is not None:
             parts.append(f"{source.length} in an epoch")
-        if source.is_shared:
-            parts.append("dealt out to whichever worker is free")
-        else:
-            parts.append("each worker's own")
+        shared = "dealt out to whichever worker is free"
+        parts.append(shared if source.is_shared else "each worker's own")
         self._words = ", ".join(parts)
         self.datasets += 1
         client = self._workers.client

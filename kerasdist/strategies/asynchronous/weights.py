@@ -235,15 +235,13 @@ class SharedWeights:
                 [tf.identity(t) for t in part.read(touched.get(self.keys[index]))]
                 for index, part in self._rows.items()
             ]
-        sparse = [self._copies[index][0] for index in self._rows]
         dtypes = [value.dtype for value in values]
         shapes = [value.shape for value in values]
-        for variable in sparse:
+        some_rows = tf.TensorShape([None])
+        for index in self._rows:
+            variable = self._copies[index][0]
             dtypes += [tf.int64, variable.dtype]
-            shapes += [
-                tf.TensorShape([None]),
-                tf.TensorShape([None, *variable.shape[1:]]),
-            ]
+            shapes += [some_rows, some_rows.concatenate(variable.shape[1:])]
 
         def push(*arrays: Array) -> list[Any]:
             rest = iter(arrays[len(values) :])
