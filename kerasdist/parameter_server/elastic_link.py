@@ -15,7 +15,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -379,9 +379,8 @@ class Search:
         )
 
     def _at_once(
-        self, function: Callable[[int], Any], servers: Iterable[int]
+        self, function: Callable[[int], Any], servers: Sequence[int]
     ) -> list[Any]:
-        servers = list(servers)
         with ThreadPoolExecutor(len(servers), "kerasdist-epoch") as pool:
             return list(pool.map(function, servers))
 

@@ -48,7 +48,6 @@ from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.rendezvous.dial import answer, refuse
-from kerasdist.transport.rendezvous.listener import Listener
 
 # The process of a parameter server of an elastic job: its output, and its end.
 
@@ -156,9 +155,7 @@ class ElasticServer(ServerTask):
         # Processes that have closed a strategy, and may create another one.
         self._staying: set[Hashable] = set()
         self._arrivals = itertools.count()
-        self._listener = Listener.acquire(
-            self.address, self._secret, self._timeouts.startup
-        )
+        self._listener = self._listen()
         # After all that may fail: it has a thread.
         self._heartbeat = Heartbeat(
             f"kerasdist-watch server {self.index}",

@@ -276,7 +276,6 @@ class Membership:
             self._publish("lost", worker, reason)
             if self._mode == "sync":
                 self.fail(worker.lost(reason))
-            self.changed.notify_all()
             return True
 
     def finish(
@@ -289,7 +288,6 @@ class Membership:
             worker.state = "finished"
             worker.successor = successor
             self._publish("finished", worker, reason)
-            self.changed.notify_all()
 
     @property
     def successor(self) -> Successor | None:
@@ -308,7 +306,6 @@ class Membership:
                 return
             worker.left = max(worker.left, use)
             self._publish("left", worker, reason, use)
-            self.changed.notify_all()
 
     def fail(self, error: errors.CollectiveError) -> errors.CollectiveError:
         """Set the job's failure; return the first one."""
@@ -326,3 +323,4 @@ class Membership:
         event = Event(kind, worker.rank, worker.address, worker.clock, reason, use)
         for call in self.on_event:
             call(event)
+        self.changed.notify_all()

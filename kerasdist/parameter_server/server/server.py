@@ -354,6 +354,9 @@ class ServerTask(abc.ABC):
         self._closed = False
         self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
 
+    def _listen(self) -> Listener:
+        return Listener.acquire(self.address, self._secret, self._timeouts.startup)
+
     @abc.abstractmethod
     def close(self) -> None:
         """Close all connections and threads. Can be called twice."""
@@ -420,9 +423,8 @@ class ParameterServer(ServerTask):
             last_received=lambda worker: self._control.last_received(worker),
             once=once,
         )
-        patience = self._timeouts.startup
         try:
-            self._listener = Listener.acquire(self.address, self._secret, patience)
+            self._listener = self._listen()
         except BaseException:
             self.handler.close()
             raise
@@ -498,8 +500,7 @@ class ParameterServer(ServerTask):
                 return
             self._closed = True
             serving = list(self._serving.values())
-        self._stop.set()
-        self._listener.pending.interrupt()
+        self._end()
         self._registrar.close()
         self._control.close()
         for channel, _ in serving:
