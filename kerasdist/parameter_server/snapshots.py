@@ -348,7 +348,7 @@ class Snapshotter:
                 served.clocks.join(rank, clock)
             for rank, (incarnation, clock) in table.applied.items():
                 served.applied[rank] = (incarnation, clock)
-                # Not of a worker that isn't live any more.
+                # It leaves out workers that aren't live any more.
                 served.clocks.tick(rank, clock)
             self._tables.tables[number] = served
         for worker in record.workers:

@@ -277,9 +277,9 @@ class ServedTables:
             )
             if at_once:
                 answer = place(served.dense_specs())
-            if again:
-                served.table.read(answer) if at_once else None
-            else:
+            if again and at_once:
+                served.table.read(answer)
+            elif not again:
                 served.table.add(parts, answer if at_once else None)
                 served.applied[worker.rank] = (worker.incarnation, clock)
                 self.updates += 1

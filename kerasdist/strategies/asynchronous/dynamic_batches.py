@@ -1,6 +1,6 @@
 """Dynamic batches: each batch of an epoch goes to the first worker that is free.
 
-    w: a worker, its reading thread     s: server 0     (ps/server/handler.py)
+    w: a worker, its reading thread     s: server 0 (parameter_server/server/handler.py)
 
     1. w -> s   a claim: dataset, epoch
     2. s -> w   the number of a batch that no other worker gets; or none, at the end

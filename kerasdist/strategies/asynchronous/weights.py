@@ -4,7 +4,7 @@
 
     1. step        an optimizer of Keras changes w
     2. push        w - b is sent to the servers, which add it to T
-                   (ps/tables.py)
+                   (parameter_server/tables.py)
     3. the answer  is T with all changes so far: b = w = T
 
 That is one operation at the end of `Optimizer.apply`, in whatever graph that runs, and
