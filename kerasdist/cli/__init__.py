@@ -19,10 +19,12 @@ from typing import Any
 
 from kerasdist._version import __version__
 from kerasdist.cli import advise, bench, completion, doctor, env, plan_command, predict
-from kerasdist.cli.console import Parser, json_document
+from kerasdist.cli.console import Parser, json_document, names_of
 from kerasdist.cli.run import command as run
 
 __all__ = ["main"]
+
+_WITH_SCRIPT = ("run", "bench", "predict", "advise")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,14 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
-    scripted = {
-        "run": (),
-        "bench": bench.WITH_VALUE,
-        "predict": predict.WITH_VALUE,
-        "advise": advise.WITH_VALUE,
-    }
-    if options and options[0] in scripted:
-        options, command = run.split(options, scripted[options[0]])
+    if options and options[0] in _WITH_SCRIPT:
+        # argparse has no public list of them; other tools read this one, too.
+        known_options = commands.choices[options[0]]._actions
+        with_value = names_of(known_options, with_value=True)
+        options, command = run.split(options, with_value)
     try:
         with contextlib.ExitStack() as stack:
             # Also of help, and after the document: not when the interpreter ends.

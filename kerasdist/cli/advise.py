@@ -10,8 +10,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from kerasdist.cli.console import above_zero, add_command
-from kerasdist.cli.predict import add_measuring_options, measure
+from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
+from kerasdist.cli.predict import MEASURING_OPTIONS, measure
+from kerasdist.cli.run import command as run
 from kerasdist.cli.run.command import check_command
 from kerasdist.placement.plan import counted, parse_bytes
 from kerasdist.prediction.advice import Facts, StrategyChoice, advise
@@ -19,10 +20,6 @@ from kerasdist.prediction.profile import Profile
 from kerasdist.prediction.report import aligned
 from kerasdist.prediction.simulation import Setup
 
-WITH_VALUE = (
-    *("--workers", "--network", "--speeds", "--servers", "--devices", "--memory"),
-    *("--steps", "--profile"),
-)
 # Those that one worker can measure for all.
 _COMPRESSIONS = ("", "bf16", "powersgd", "topk")
 # From this part of all weights on tables count: what is sent of them is measured by two
@@ -44,6 +41,39 @@ examples:
   kerasdist advise -H alpha,beta,gamma train.py
   kerasdist advise --workers 8 --network 10G --devices 4 --memory 16GB train.py"""
 _integer = above_zero(int, "an integer")
+_speed = above_zero(float, "a number")
+_OPTIONS = (
+    option(
+        "--workers N",
+        "the largest number of workers, each on a host of its own (default: those "
+        "of --speeds or -H)",
+        type=_integer,
+    ),
+    option(
+        "--speeds S,S",
+        "how fast each worker computes, beside the measured one, as 1,1,0.5 "
+        "(default: alike, with -H measured)",
+        type=lambda text: tuple(_speed(part) for part in text.split(",") if part),
+        default=(),
+    ),
+    option(
+        "--devices N",
+        "devices of a worker, if the model doesn't fit on one (default: 1)",
+        type=_integer,
+        default=1,
+    ),
+    option(
+        "--memory SIZE",
+        "of a device, as 16GB (default: enough)",
+        type=read_by(parse_bytes),
+    ),
+    option(
+        "--lossy",
+        "also propose what changes the numbers of one process",
+        action="store_true",
+    ),
+    json_option("the text"),
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,61 +82,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         commands,
         "advise",
         _advise,
+        (*_OPTIONS, *MEASURING_OPTIONS),
         help="propose a strategy for a script and its machines",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="kerasdist advise [--workers N] [--network LINK] [options] "
         "[options of run] [--] (script.py | -m module) [args ...]",
     )
-    parser.add_argument(
-        "--workers",
-        metavar="N",
-        type=_integer,
-        help="the largest number of workers, each on a host of its own (default: those "
-        "of --speeds or -H)",
-    )
-    parser.add_argument(
-        "--speeds",
-        metavar="S,S",
-        type=lambda text: tuple(_speed(part) for part in text.split(",") if part),
-        default=(),
-        help="how fast each worker computes, beside the measured one, as 1,1,0.5 "
-        "(default: alike, with -H measured)",
-    )
-    parser.add_argument(
-        "--devices",
-        metavar="N",
-        type=_integer,
-        default=1,
-        help="devices of a worker, if the model doesn't fit on one (default: 1)",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=_size,
-        help="of a device, as 16GB (default: enough)",
-    )
-    parser.add_argument(
-        "--lossy",
-        action="store_true",
-        help="also propose what changes the numbers of one process",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document instead of the text",
-    )
-    add_measuring_options(parser)
-
-
-_speed = above_zero(float, "a number")
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    run.add_options(parser)
 
 
 def _advise(arguments: argparse.Namespace) -> int:

@@ -6,11 +6,10 @@ import argparse
 import os
 import shlex
 
-from kerasdist.cli.console import add_command
+from kerasdist.cli.console import add_command, option
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.command import check_command
 
-WITH_VALUE = ("--steps",)
 _WORKER = "kerasdist.cli.first_fit"
 _DESCRIPTION = """\
 Run a training script up to its first `fit`, take some steps of that, and print what one
@@ -22,6 +21,15 @@ examples:
   kerasdist bench train.py
   kerasdist bench -n 4 --steps 500 train.py --batch-size 256"""
 
+_OPTIONS = (
+    option(
+        "--steps S",
+        "number of steps to take, fewer if `fit` has fewer; with asynchronous "
+        "workers, whose numbers of steps differ, it's one epoch (default: 200)",
+        default="200",
+    ),
+)
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the command line."""
@@ -29,18 +37,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         commands,
         "bench",
         _bench,
+        _OPTIONS,
         help="measure what a step of a script costs, by parts",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="kerasdist bench [-n N | -H HOSTS] [--steps S] [options of run] [--] "
         "(script.py | -m module) [args ...]",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="S",
-        default="200",
-        help="number of steps to take, fewer if `fit` has fewer; with asynchronous "
-        "workers, whose numbers of steps differ, it's one epoch (default: 200)",
     )
     run.add_options(parser)
 
@@ -58,4 +60,4 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.size is None and not (arguments.hosts or arguments.hostfile):
         arguments.size = "1"
     arguments.script = ["-m", _WORKER, "bench", arguments.steps, *command]
-    return run.start(arguments.parser, arguments)
+    return run.start(arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kerasdist.cli.console import add_command
+from kerasdist.cli.console import add_command, names_of
 
 # Their script isn't an argument that the parser knows.
 _WITH_SCRIPT = ("run",)
@@ -70,7 +70,8 @@ class _Command:
 
     def bash_case(self) -> str:
         """Return the lines of bash that are run for this command."""
-        names = _names(self.options)
+        names = " ".join(names_of(self.options))
+        valued = " ".join(names_of(self.options, with_value=True))
         other = "" if self.has_script else self.words or names
         choices = "".join(
             f'        {" | ".join(each.option_strings)}) words="{_choices(each)}" ;;\n'
@@ -82,7 +83,7 @@ class _Command:
         return (
             f"    {self.name})\n"
             f'        options="{names}"\n'
-            f'        valued="{_names([o for o in self.options if o.nargs != 0])}"\n'
+            f'        valued="{valued}"\n'
             f'        other="{other}"\n'
             f'        ends="{"yes" if self.name in _WITH_SCRIPT else ""}"\n'
             f"{choices}        ;;"
@@ -101,10 +102,6 @@ class _Command:
 
 def _choices(action: argparse.Action) -> str:
     return " ".join(map(str, action.choices or ()))
-
-
-def _names(options: Sequence[argparse.Action]) -> str:
-    return " ".join(name for option in options for name in option.option_strings)
 
 
 def _fish_option(option: argparse.Action) -> str:

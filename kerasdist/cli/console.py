@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from kerasdist._version import __version__
@@ -99,10 +99,30 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+# An option's names, and the other arguments of `add_argument`.
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+def option(names: str, text: str, **settings: Any) -> Option:
+    """Return an option of these names; a word for its value may follow them."""
+    words = names.split()
+    if not words[-1].startswith("-"):
+        settings["metavar"] = words.pop()
+    return tuple(words), {**settings, "help": text}
+
+
+def json_option(text: str) -> Option:
+    """Return the option that replaces a command's output by a JSON document."""
+    return option(
+        "--json", f"print one JSON document instead of {text}", action="store_true"
+    )
+
+
 def add_command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
     handler: Callable[[argparse.Namespace], int],
+    options: Iterable[Option] = (),
     **texts: Any,
 ) -> argparse.ArgumentParser:
     """Add a command, and return its parser.
@@ -111,6 +131,7 @@ def add_command(
         commands: Takes it.
         name: Its name.
         handler: Runs it, and returns the exit code.
+        options: Its options.
         texts: Its `help`, `description` and so on. With an `epilog`, whose lines are
             those of a terminal, the description's are kept as they are, too.
     """
@@ -121,7 +142,29 @@ def add_command(
         name, formatter_class=layout, allow_abbrev=False, **texts
     )
     parser.set_defaults(parser=parser, handler=handler)
+    for names, settings in options:
+        parser.add_argument(*names, **settings)
     return parser
+
+
+def names_of(
+    options: Iterable[argparse.Action], *, with_value: bool = False
+) -> list[str]:
+    """Return the names of options; perhaps only of those that a value follows."""
+    some = (each for each in options if each.nargs != 0 or not with_value)
+    return [name for each in some for name in each.option_strings]
+
+
+def read_by(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the type of an option from a function whose errors are for the user."""
+
+    def value_of(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value_of
 
 
 def above_zero(read: Callable[[str], float], what: str) -> Callable[[str], Any]:

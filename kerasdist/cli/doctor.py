@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from kerasdist._version import TESTED_VERSIONS, __version__
 from kerasdist.cli import env
-from kerasdist.cli.console import above_zero, add_command
+from kerasdist.cli.console import above_zero, add_command, json_option, option
 from kerasdist.cli.run import options as run_options
 from kerasdist.cli.run.hosts import places
 from kerasdist.cli.run.hosts.probe import facts
@@ -83,6 +83,16 @@ _Sections = Iterator[tuple[str, Iterable[Finding]]]
 _ok = functools.partial(Finding, "ok")
 _warn = functools.partial(Finding, "warn")
 _fault = functools.partial(Finding, "fault")
+_OPTIONS = (
+    option(
+        "--timeout S",
+        "seconds to try to reach the peers, and for a host those of other hosts "
+        "(default: 5)",
+        type=above_zero(float, "a number of seconds"),
+        default=5.0,
+    ),
+    json_option("text"),
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -91,6 +101,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         commands,
         "doctor",
         _run,
+        _OPTIONS,
         help="look for faults that would keep a job from running",
         description="Check versions, devices, cluster settings, peers and memory, "
         "and print a remedy for each fault. Run it with the environment of the "
@@ -99,17 +110,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "with them, check the hosts of such a job instead: those of -H from this one, "
         "those of --nnodes by starting this command on all of them. Exit code 0 if "
         "nothing is wrong, else 1.",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=above_zero(float, "a number of seconds"),
-        default=5.0,
-        metavar="S",
-        help="seconds to try to reach the peers, and for a host those of other hosts "
-        "(default: 5)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document instead of text"
     )
     options = (*run_options.HOSTS, *run_options.NODES)
     run_options.add_options(parser, options, _START_SECONDS)

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from kerasdist._version import __version__
-from kerasdist.cli.console import add_command
+from kerasdist.cli.console import add_command, json_option, option
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import counted, human_bytes
@@ -382,6 +382,14 @@ def gpus(
     return found
 
 
+_OPTIONS = (
+    option(
+        "--no-tensorflow",
+        "don't import TensorFlow, which takes seconds, to list its devices",
+        action="store_true",
+    ),
+    json_option("text"),
+)
 _TENSORFLOW_SECONDS = 60.0
 # The variable by which each launcher is known.
 _SIGNS = {
@@ -397,22 +405,15 @@ _SIGNS = {
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `env` to the command line."""
-    parser = add_command(
+    add_command(
         commands,
         "env",
         _run,
+        _OPTIONS,
         help="print what a report of a bug needs",
         description="Print versions, machine, limits, network, GPUs, launcher and "
         "environment variables, with secrets hidden, for a report of a bug. A part "
         "that can't be read contains the reason. The exit code is 0.",
-    )
-    parser.add_argument(
-        "--no-tensorflow",
-        action="store_true",
-        help="don't import TensorFlow, which takes seconds, to list its devices",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON document instead of text"
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kerasdist.cli.console import above_zero, add_command
+from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
 from kerasdist.errors import PlanError
 from kerasdist.placement.plan import Plan, parse_bytes
 
@@ -69,6 +69,11 @@ def document_of_error(error: PlanError) -> dict[str, Any]:
     return {**nearest, "fits": False, "advice": list(error.advice), "error": found}
 
 
+def _sizes(text: str) -> int | list[int]:
+    sizes = [parse_bytes(part) for part in text.split(",")]
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
 _number = above_zero(int, "an integer")
 _DESCRIPTION = """\
 Print what each layer of a model costs (parameters, gradients and slots, activations,
@@ -80,6 +85,42 @@ examples:
   kerasdist plan train.py:build_model --batch-size 256 --optimizer adam
   kerasdist plan train.py:build_model --devices GPU:0,GPU:1 --memory 16GB \\
       --batch-size 256 --optimizer adam --micro-batches 8"""
+_OPTIONS = (
+    option(
+        "--devices D,D",
+        "names as in TensorFlow, in the order of the stages; devices of another "
+        "machine need --memory (default: all GPUs, or all CPUs)",
+        type=lambda text: [name for name in text.split(",") if name],
+    ),
+    option("--batch-size N", "rows of a batch", type=_number, required=True),
+    option(
+        "--optimizer NAME",
+        "as in `model.compile` (default: that which the model was compiled with)",
+    ),
+    option(
+        "--memory SIZE",
+        "of each device, as 16GB or 512MiB; or one for each, as 16GB,8GB "
+        "(default: what the devices report)",
+        type=read_by(_sizes),
+    ),
+    option(
+        "--micro-batches M",
+        "parts into which a batch is cut (default: 1)",
+        type=_number,
+        default=1,
+    ),
+    option(
+        "--rematerialize",
+        "activations are computed again in the backward pass",
+        action="store_true",
+    ),
+    option(
+        "--input-shape N,N",
+        "of one row, for a model that doesn't define it itself",
+        type=lambda text: tuple(_number(part) for part in text.split(",") if part),
+    ),
+    json_option("the tables, with sizes in bytes"),
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -88,6 +129,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         commands,
         "plan",
         _run,
+        _OPTIONS,
         help="propose a device for each layer, and check that the model fits",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -98,59 +140,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a function without arguments that returns the model: of a script, or of "
         "a module (package.module:function)",
     )
-    parser.add_argument(
-        "--devices",
-        metavar="D,D",
-        type=lambda text: [name for name in text.split(",") if name],
-        help="names as in TensorFlow, in the order of the stages; devices of another "
-        "machine need --memory (default: all GPUs, or all CPUs)",
-    )
-    parser.add_argument(
-        "--batch-size", metavar="N", type=_number, required=True, help="rows of a batch"
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="as in `model.compile` (default: that which the model was compiled with)",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=_sizes,
-        help="of each device, as 16GB or 512MiB; or one for each, as 16GB,8GB "
-        "(default: what the devices report)",
-    )
-    parser.add_argument(
-        "--micro-batches",
-        metavar="M",
-        type=_number,
-        default=1,
-        help="parts into which a batch is cut (default: 1)",
-    )
-    parser.add_argument(
-        "--rematerialize",
-        action="store_true",
-        help="activations are computed again in the backward pass",
-    )
-    parser.add_argument(
-        "--input-shape",
-        metavar="N,N",
-        type=lambda text: tuple(_number(part) for part in text.split(",") if part),
-        help="of one row, for a model that doesn't define it itself",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document instead of the tables, with sizes in bytes",
-    )
-
-
-def _sizes(text: str) -> int | list[int]:
-    try:
-        sizes = [parse_bytes(part) for part in text.split(",")]
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return sizes[0] if len(sizes) == 1 else sizes
 
 
 def _run(arguments: argparse.Namespace) -> int:

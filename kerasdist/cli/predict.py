@@ -13,17 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kerasdist.cli.console import above_zero, add_command
+from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
 from kerasdist.cli.run import command as run
 from kerasdist.cli.run.command import check_command
 from kerasdist.prediction import report
-from kerasdist.prediction.profile import HostLink, Profile, parse_link
+from kerasdist.prediction.profile import Profile, parse_link
 from kerasdist.prediction.simulation import Setup, predict
 
-WITH_VALUE = (
-    *("--workers", "--network", "--per-host", "--strategy", "--servers", "--steps"),
-    *("--local-steps", "--compression", "--price", "--profile", "--plot"),
-)
 _WORKER = "kerasdist.cli.first_fit"
 _COMPRESSORS = ("fp16", "bf16", "powersgd", "topk")
 _DESCRIPTION = """\
@@ -39,6 +35,73 @@ examples:
   kerasdist predict -H alpha,beta --workers 8,64 train.py     # measures the network
   kerasdist predict --workers 8 --network 1G --compression powersgd train.py"""
 _integer = above_zero(int, "an integer")
+_OPTIONS = (
+    option(
+        "--workers N,N",
+        "numbers of workers (default: 2,4,8,16)",
+        type=lambda text: [_integer(part) for part in text.split(",") if part],
+        default=[2, 4, 8, 16],
+    ),
+    option(
+        "--per-host N", "workers of each host (default: 1)", type=_integer, default=1
+    ),
+    option(
+        "--strategy",
+        "sync and async are those of parameter servers (default: ring)",
+        choices=("ring", "sync", "async"),
+        default="ring",
+    ),
+    option(
+        "--local-steps N",
+        "as that argument of RingStrategy (default: 1)",
+        type=_integer,
+        default=1,
+    ),
+    option(
+        "--compression",
+        "as that argument of RingStrategy (default: the script's)",
+        choices=_COMPRESSORS,
+        default="",
+    ),
+    option(
+        "--price P",
+        "of a worker's hour: adds the cost of an epoch",
+        type=above_zero(float, "a number"),
+    ),
+    option(
+        "--plot FILE",
+        "draw examples/s and ms per step into this file, for instance .svg",
+        type=Path,
+    ),
+    json_option("the table, in seconds"),
+)
+# Of a measured step and simulated machines.
+MEASURING_OPTIONS = (
+    option(
+        "--network LINK",
+        "bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or "
+        "loopback (default: the measured one, with -H)",
+        type=read_by(parse_link),
+    ),
+    option(
+        "--servers N",
+        "parameter servers, each on a host of its own (default: 1)",
+        dest="simulated_servers",
+        type=_integer,
+        default=1,
+    ),
+    option(
+        "--steps S",
+        "number of steps to measure, fewer if `fit` has fewer (default: 100)",
+        type=_integer,
+        default=100,
+    ),
+    option(
+        "--profile FILE",
+        "JSON with the measured step: written, or with no script read",
+        type=Path,
+    ),
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,103 +110,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         commands,
         "predict",
         _predict,
+        (*_OPTIONS, *MEASURING_OPTIONS),
         help="simulate a script's steps with other numbers of workers",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="kerasdist predict [--workers N,N] [--network LINK] [options] "
         "[options of run] [--] (script.py | -m module) [args ...]",
     )
-    parser.add_argument(
-        "--workers",
-        metavar="N,N",
-        type=lambda text: [_integer(part) for part in text.split(",") if part],
-        default=[2, 4, 8, 16],
-        help="numbers of workers (default: 2,4,8,16)",
-    )
-    parser.add_argument(
-        "--per-host",
-        metavar="N",
-        type=_integer,
-        default=1,
-        help="workers of each host (default: 1)",
-    )
-    parser.add_argument(
-        "--strategy",
-        choices=("ring", "sync", "async"),
-        default="ring",
-        help="sync and async are those of parameter servers (default: ring)",
-    )
-    parser.add_argument(
-        "--local-steps",
-        metavar="N",
-        type=_integer,
-        default=1,
-        help="as that argument of RingStrategy (default: 1)",
-    )
-    parser.add_argument(
-        "--compression",
-        choices=_COMPRESSORS,
-        default="",
-        help="as that argument of RingStrategy (default: the script's)",
-    )
-    parser.add_argument(
-        "--price",
-        metavar="P",
-        type=above_zero(float, "a number"),
-        help="of a worker's hour: adds the cost of an epoch",
-    )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=Path,
-        help="draw examples/s and ms per step into this file, for instance .svg",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON document instead of the table, in seconds",
-    )
-    add_measuring_options(parser)
-
-
-def add_measuring_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a measured step and simulated machines, and those of `run`."""
-    parser.add_argument(
-        "--network",
-        metavar="LINK",
-        type=_link,
-        help="bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or "
-        "loopback (default: the measured one, with -H)",
-    )
-    parser.add_argument(
-        "--servers",
-        dest="simulated_servers",
-        metavar="N",
-        type=_integer,
-        default=1,
-        help="parameter servers, each on a host of its own (default: 1)",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="S",
-        type=_integer,
-        default=100,
-        help="number of steps to measure, fewer if `fit` has fewer (default: 100)",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        type=Path,
-        help="JSON with the measured step: written, or with no script read",
-    )
     run.add_options(parser)
-
-
-def _link(text: str) -> HostLink:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -183,14 +157,14 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
             f"{shlex.quote(str(arguments.plot))}. Install it: pip install matplotlib"
         )
     ring = arguments.strategy == "ring"
-    for option, number, fits in (
+    for name, number, fits in (
         ("--local-steps", arguments.local_steps, ring),
         ("--per-host", arguments.per_host, ring),
         ("--servers", arguments.simulated_servers, not ring),
     ):
         if number > 1 and not fits:
             faults.append(
-                f"{option} has no effect there. Received: {option} {number}, "
+                f"{name} has no effect there. Received: {name} {number}, "
                 f"--strategy {arguments.strategy}. Expected --strategy "
                 f"{'sync or async' if ring else 'ring'}"
             )
@@ -202,10 +176,10 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
             f"{'no script' if read else 'several workers'}. Give it to the script's "
             "strategy, or measure with one worker"
         )
-    for option, file in (("--plot", arguments.plot), ("--profile", path)):
+    for name, file in (("--plot", arguments.plot), ("--profile", path)):
         if file is not None and not file.absolute().parent.is_dir():
             faults.append(
-                f"{option} must be a file in a folder that exists. Received: {option} "
+                f"{name} must be a file in a folder that exists. Received: {name} "
                 f"{shlex.quote(str(file))}"
             )
     if read and path is not None and not faults:
@@ -253,7 +227,7 @@ def measure(
     text = json.dumps({"command": arguments.command, **order})
     arguments.script = ["-m", _WORKER, "profile", text, *command]
     with _standard_output() as output:
-        code = run.start(arguments.parser, arguments)
+        code = run.start(arguments)
         lines = [line for line in _lines(output) if line.startswith(b"{")]
     if code or not lines:
         return None, code or 1

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from kerasdist.cli.console import print_line
+from kerasdist.cli.console import add_command, print_line
 from kerasdist.cli.env import find_allocator, preloading
 from kerasdist.cli.run import options
 from kerasdist.cli.run.hosts.places import HostsError, on_hosts
@@ -30,7 +30,7 @@ from kerasdist.cli.run.job_spec import (
     divide_all,
 )
 from kerasdist.cli.run.nodes import RendezvousError, meeting
-from kerasdist.cli.run.options import WITH_VALUE, read_number
+from kerasdist.cli.run.options import read_number
 from kerasdist.cli.run.spawn import cores_in_order, shares
 from kerasdist.cli.run.supervisor import run_supervised
 from kerasdist.placement.plan import counted
@@ -54,20 +54,17 @@ examples:
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the command line."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "run",
+        start,
         help="start workers on this machine or others",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         usage="kerasdist run (-n N | -H HOSTS) [options] [--] "
         "(script.py | -m module) [args ...]",
     )
     add_options(parser)
-    parser.set_defaults(
-        parser=parser, handler=lambda arguments: start(parser, arguments)
-    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -76,11 +73,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def split(
-    arguments: list[str], with_value: Sequence[str] = ()
+    arguments: list[str], with_value: Sequence[str]
 ) -> tuple[list[str], list[str]]:
     """Split `run ...` into its options, and the script with its arguments.
 
-    `with_value` are more options that a value follows.
+    `with_value` are the options that a value follows.
 
     The command begins at the first argument that is no option of ours; a `--` before
     it is left out, and `-m` belongs to it. argparse can't do this: its versions
@@ -92,7 +89,7 @@ def split(
             return arguments[:i], arguments[i + 1 :]
         if arguments[i] == "-m":
             break
-        i += 2 if arguments[i] in (*WITH_VALUE, *with_value) else 1
+        i += 2 if arguments[i] in with_value else 1
     return arguments[:i], arguments[i:]
 
 
@@ -172,7 +169,7 @@ def _module_exists(name: str) -> bool:
     return spec is not None
 
 
-def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def start(arguments: argparse.Namespace) -> int:
     """Check everything, then run the job; return the exit code."""
     function = FunctionFiles.take_from(os.environ)
     faults: list[str] = []
@@ -231,10 +228,10 @@ def start(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int
         found = {"": find_gpus(environ)} if finds_gpus else {}
         gpus = divide_all(arguments.gpus, found, {"": most}, faults)
     if faults:
-        if function is None:
-            parser.error("\n  ".join(faults))
-        function.refuse(faults)
-        return 2
+        if function is not None:
+            function.refuse(faults)
+            return 2
+        arguments.parser.error("\n  ".join(faults))
     with contextlib.ExitStack() as undo:
         try:
             placed = part = None

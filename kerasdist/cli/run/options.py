@@ -12,8 +12,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from kerasdist.cli.console import Option, option
 from kerasdist.cli.env import ALLOCATORS
 from kerasdist.cluster.address import address_fault
 from kerasdist.cluster.tf_config import grace_seconds
@@ -22,38 +22,26 @@ from kerasdist.errors import ClusterError
 # Seconds that launchers wait for those of other hosts.
 _SECONDS = 600
 
-# An option's names, and the other arguments of `add_argument`.
-_Option = tuple[tuple[str, ...], dict[str, Any]]
-
-
-def _option(names: str, text: str, **settings: Any) -> _Option:
-    """Return an option of these names; a word for its value may follow them."""
-    words = names.split()
-    if not words[-1].startswith("-"):
-        settings["metavar"] = words.pop()
-    return tuple(words), {**settings, "help": text}
-
-
 _JOB = (
-    _option(
+    option(
         "-n -np --nproc-per-node --nproc_per_node N",
         "number of workers on this machine, or on all hosts of -H (default there: "
         "as many as they have room for)",
         dest="size",
     ),
-    _option(
+    option(
         "--ps M",
         "number of parameter servers, which run the same script (default: 0)",
         dest="servers",
         default="0",
     ),
-    _option(
+    option(
         "--log-dir D",
         "folder for the output of ranks 1 to N-1, rank-1.log and so on, and of "
         "servers, ps-0.log and so on (default: a temporary one, which is removed if "
         "the job succeeds)",
     ),
-    _option(
+    option(
         "--output",
         "'chief': the output of rank 0 passes through, that of the others is "
         "written to the logs. 'all': that of the others is shown as well, each line "
@@ -61,27 +49,27 @@ _JOB = (
         choices=("chief", "all"),
         default="chief",
     ),
-    _option(
+    option(
         "--bind",
         "'cores': each worker gets its share of the cores, and TensorFlow as "
         "many threads (default: none)",
         choices=("none", "cores"),
         default="none",
     ),
-    _option(
+    option(
         "--malloc none|auto|LIB",
         "an allocator for the workers, loaded before the C library's: 'auto' "
         f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
         "shared library (default: none)",
         default="none",
     ),
-    _option(
+    option(
         "--tensorflow-log",
         "show what TensorFlow writes when it is imported (default: only if "
         "TF_CPP_MIN_LOG_LEVEL is 0)",
         action="store_true",
     ),
-    _option(
+    option(
         "--gpus auto|N|all|none",
         "the GPUs of each worker: 'auto': its share of those of its host; N: this "
         "many of them; 'all': each worker sees all of them; 'none': none. Servers have "
@@ -90,22 +78,22 @@ _JOB = (
     ),
 )
 _ELASTIC = (
-    _option(
+    option(
         "--elastic",
         "a worker that is lost doesn't end the job: the others go on, and the "
         "exit code is 0 if one of them finishes",
         action="store_true",
     ),
-    _option(
+    option(
         "--min-workers M",
         "with --elastic: the smallest number of workers that go on (default: 1)",
     ),
-    _option(
+    option(
         "--max-workers M",
         "with --elastic: the number of workers to which the job may grow; SIGUSR1 "
         "to the launcher adds one (default: N)",
     ),
-    _option(
+    option(
         "--restarts R",
         "with --elastic: how many times lost workers are started again, all of "
         "them together; the first time after 1 s, then 2 s, 4 s and so on (default: "
@@ -113,21 +101,21 @@ _ELASTIC = (
     ),
 )
 HOSTS = (
-    _option(
+    option(
         "-H --hosts HOST[:SLOTS],...",
         "hosts that ssh reaches without a password, each with its number of "
         "workers (default of SLOTS: 1)",
     ),
-    _option("--hostfile FILE", "a file with a host in each line, as `host slots=2`"),
-    _option(
+    option("--hostfile FILE", "a file with a host in each line, as `host slots=2`"),
+    option(
         "--ssh COMMAND",
         "with hosts: the command that connects, with its options (default: ssh)",
     ),
-    _option(
+    option(
         "--python PATH",
         "with hosts: the path of Python there (default: that of this one)",
     ),
-    _option(
+    option(
         "-x NAME[=VALUE]",
         "with hosts: a variable for the workers. Those of kerasdist, TensorFlow, "
         "Keras and Python (KERASDIST_*, TF_*, KERAS_*, PYTHON* and the like) are "
@@ -138,41 +126,35 @@ HOSTS = (
     ),
 )
 NODES = (
-    _option(
+    option(
         "--nnodes K",
         "number of hosts, on each of which this command is started, with the same "
         "--rendezvous and secret, in any order",
     ),
-    _option(
+    option(
         "--node-rank --node_rank I",
         "with --nnodes: the number of this host, from 0 on, which orders the "
         "workers (default: the host of --rendezvous is 0, the others as they arrive)",
     ),
-    _option(
+    option(
         "--rendezvous --rdzv-endpoint --rdzv_endpoint HOST:PORT",
         "with --nnodes: a free port of host 0, which all hosts reach",
     ),
-    _option(
+    option(
         "--secret-file FILE",
         "a file with the job's secret, the same on all hosts, in the place of the "
         "variable KERASDIST_SECRET",
     ),
-    _option(
+    option(
         "--start-timeout S",
         "with --nnodes: seconds to wait for other hosts (default: SECONDS)",
     ),
 )
 ALL_OPTIONS = (*_JOB, *_ELASTIC, *HOSTS, *NODES)
-WITH_VALUE = frozenset(
-    name
-    for names, settings in ALL_OPTIONS
-    if settings.get("action") != "store_true"
-    for name in names
-)
 
 
 def add_options(
-    parser: argparse.ArgumentParser, options: Iterable[_Option], seconds: int = _SECONDS
+    parser: argparse.ArgumentParser, options: Iterable[Option], seconds: int = _SECONDS
 ) -> None:
     """Add options to those of a command.
 
