@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
-from kerasdist.cli.predict import MEASURING_OPTIONS, measure
+from kerasdist.cli.predict import MEASURING_OPTIONS, check_folder, measure
 from kerasdist.cli.run import command as run
-from kerasdist.cli.run.command import check_command
 from kerasdist.placement.plan import counted, parse_bytes
 from kerasdist.prediction.advice import Facts, StrategyChoice, advise
 from kerasdist.prediction.profile import Profile
@@ -157,14 +155,8 @@ def _profiles(
             f"measure, as -H alpha,beta. Received: --workers {arguments.workers}, "
             f"{'no' if arguments.network is None else 'a'} --network, no hosts"
         )
-    if path is not None and not path.absolute().parent.is_dir():
-        faults.append(
-            "--profile must be a file in a folder that exists. Received: --profile "
-            f"{shlex.quote(str(path))}"
-        )
-    command = check_command(arguments.script, os.environ, faults)
-    if faults:
-        arguments.parser.error("\n  ".join(faults))
+    check_folder("--profile", path, faults)
+    command = run.checked_command(arguments, faults)
     order = {
         "steps": arguments.steps,
         "compressions": _COMPRESSIONS,

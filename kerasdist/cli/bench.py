@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 
 from kerasdist.cli.console import add_command, option
 from kerasdist.cli.run import command as run
-from kerasdist.cli.run.command import check_command
 
-_WORKER = "kerasdist.cli.first_fit"
 _DESCRIPTION = """\
 Run a training script up to its first `fit`, take some steps of that, and print what one
 step costs by parts (input, compute, packing, communication, waiting, update), how that
@@ -54,10 +51,5 @@ def _bench(arguments: argparse.Namespace) -> int:
             "--steps must be an integer >= 20, because the first steps are slower. "
             f"Received: --steps {shlex.quote(arguments.steps)}"
         )
-    command = check_command(arguments.script, os.environ, faults)
-    if faults:
-        arguments.parser.error("\n  ".join(faults))
-    if arguments.size is None and not (arguments.hosts or arguments.hostfile):
-        arguments.size = "1"
-    arguments.script = ["-m", _WORKER, "bench", arguments.steps, *command]
-    return run.start(arguments)
+    command = run.checked_command(arguments, faults)
+    return run.start_first_fit(arguments, "bench", arguments.steps, *command)

@@ -56,13 +56,21 @@ def json_document(command: str) -> Iterator[dict[str, Any]]:
 def output_to_errors() -> Iterator[None]:
     """Redirect standard output to standard error, also that of libraries in C."""
     sys.stdout.flush()
+    with output_to(2), contextlib.redirect_stdout(sys.stderr):
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def output_to(descriptor: int) -> Iterator[None]:
+    """Let what is written to descriptor 1, also by children, go to another one."""
     kept = os.dup(1)
     try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        os.dup2(descriptor, 1)
+        yield
     finally:
-        sys.stderr.flush()
         os.dup2(kept, 1)
         os.close(kept)
 

@@ -12,7 +12,6 @@ progress bar of Keras too, goes to standard error.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -58,7 +57,10 @@ def main() -> None:
     if kind == "bench":
         _bench(int(what), command)
     else:
-        _profile(from_plain(json.loads(what), ProfilerOrder), command)
+        order = from_plain(json.loads(what), ProfilerOrder)
+        # Standard output before the script's goes elsewhere.
+        profiler = _Profiler(order, os.dup(1))
+        _run_first_fit(order.command, command, [profiler])
 
 
 def _run_first_fit(name: str, command: list[str], callbacks: list[Any]) -> NoReturn:
@@ -108,14 +110,13 @@ def _run(command: list[str]) -> None:
 
 
 def _bench(steps: int, command: list[str]) -> NoReturn:
-    with contextlib.ExitStack() as undo:
-        folder = undo.enter_context(
-            tempfile.TemporaryDirectory(prefix="kerasdist-bench-")
-        )
+    with tempfile.TemporaryDirectory(prefix="kerasdist-bench-") as folder:
         board = ScalingTensorBoard(folder, calibrate=True, verbose=0)
-        # Also after an error, which ends `fit`: for the steps before it.
-        undo.callback(_print_result, board)
-        _run_first_fit("bench", command, [_Limit(board, steps), board])
+        try:
+            _run_first_fit("bench", command, [_Limit(board, steps), board])
+        finally:
+            # Also after an error, which ends `fit`: for the steps before it.
+            _print_result(board)
 
 
 class _Limit(JobCallback):
@@ -136,14 +137,12 @@ class _Limit(JobCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_begin`."""
-        del logs
         job = JobView(self.model)
         self._in_step = job.in_step
         self._left = -(-self._steps // job.steps_per_call)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_begin`."""
-        del epoch, logs
         self._epochs += 1
         # Asynchronous workers exchange their figures at the end of an epoch.
         if self._epochs > 1 and not self._in_step:
@@ -151,14 +150,12 @@ class _Limit(JobCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_batch_begin`."""
-        del batch, logs
         if self._left == 0 and self._in_step:
             self._end()
         self._left -= 1
 
     def on_train_end(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_end`."""
-        del logs
         self._end()
 
     def _end(self) -> None:
@@ -224,7 +221,6 @@ class _Profiler(JobCallback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_begin`."""
-        del logs
         job = JobView(self.model)
         if job.clock is None or job.hooks is None or not job.in_step:
             raise SystemExit(
@@ -247,7 +243,6 @@ class _Profiler(JobCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_batch_begin`."""
-        del batch, logs
         if self._left <= 0:
             self._end()
         # The last call's messages are those of each.
@@ -256,7 +251,6 @@ class _Profiler(JobCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_batch_end`."""
-        del batch, logs
         begin = time.perf_counter()
         self._spans.listen(False)
         times = self._job.clock.take()
@@ -269,7 +263,6 @@ class _Profiler(JobCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_end`."""
-        del logs
         self._end()
 
     def _end(self) -> None:
@@ -433,12 +426,6 @@ def _compressed(
         _, memory, _ = compressor.reduce(gradients, memory, all_reduce, all_gather)
         taken = time.perf_counter() - begin
     return sent, taken
-
-
-def _profile(order: ProfilerOrder, command: list[str]) -> NoReturn:
-    # Standard output before the script's goes elsewhere.
-    output = os.dup(1)
-    _run_first_fit(order.command, command, [_Profiler(order, output)])
 
 
 if __name__ == "__main__":

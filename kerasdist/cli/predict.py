@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
-import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
+from kerasdist.cli.console import (
+    above_zero,
+    add_command,
+    json_option,
+    option,
+    output_to,
+    read_by,
+)
 from kerasdist.cli.run import command as run
-from kerasdist.cli.run.command import check_command
 from kerasdist.prediction import report
 from kerasdist.prediction.profile import Profile, parse_link
 from kerasdist.prediction.simulation import Setup, predict
 
-_WORKER = "kerasdist.cli.first_fit"
 _COMPRESSORS = ("fp16", "bf16", "powersgd", "topk")
 _DESCRIPTION = """\
 Run a training script up to its first `fit`, measure some steps of one worker, and
@@ -176,12 +179,8 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
             f"{'no script' if read else 'several workers'}. Give it to the script's "
             "strategy, or measure with one worker"
         )
-    for name, file in (("--plot", arguments.plot), ("--profile", path)):
-        if file is not None and not file.absolute().parent.is_dir():
-            faults.append(
-                f"{name} must be a file in a folder that exists. Received: {name} "
-                f"{shlex.quote(str(file))}"
-            )
+    check_folder("--plot", arguments.plot, faults)
+    check_folder("--profile", path, faults)
     if read and path is not None and not faults:
         try:
             return Profile.from_json(json.loads(path.read_text("utf-8"))), 0
@@ -195,9 +194,7 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
             "--network is missing. Received: workers on this host alone. Give its bits "
             "per second, as --network 10G, or hosts to measure it, as -H alpha,beta"
         )
-    command = check_command(arguments.script, os.environ, faults)
-    if faults:
-        arguments.parser.error("\n  ".join(faults))
+    command = run.checked_command(arguments, faults)
     order = {"steps": arguments.steps, "compressions": [arguments.compression]}
     found, code = measure(arguments, command, order)
     if found is None:
@@ -206,6 +203,15 @@ def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
     if path is not None:
         path.write_text(json.dumps(profile.to_json()) + "\n", "utf-8")
     return profile, 0
+
+
+def check_folder(option: str, path: Path | None, faults: list[str]) -> None:
+    """Check that the folder exists in which an option's file is to be written."""
+    if path is not None and not path.absolute().parent.is_dir():
+        faults.append(
+            f"{option} must be a file in a folder that exists. Received: {option} "
+            f"{shlex.quote(str(path))}"
+        )
 
 
 def measure(
@@ -222,32 +228,13 @@ def measure(
         The profiles, by the names of compressors; None and an exit code if measuring
         has failed.
     """
-    if arguments.size is None and not (arguments.hosts or arguments.hostfile):
-        arguments.size = "1"
     text = json.dumps({"command": arguments.command, **order})
-    arguments.script = ["-m", _WORKER, "profile", text, *command]
-    with _standard_output() as output:
-        code = run.start(arguments)
-        lines = [line for line in _lines(output) if line.startswith(b"{")]
+    with tempfile.TemporaryFile() as file:
+        with output_to(file.fileno()):
+            code = run.start_first_fit(arguments, "profile", text, *command)
+        file.seek(0)
+        lines = [line for line in file if line.startswith(b"{")]
     if code or not lines:
         return None, code or 1
     value: Any = json.loads(lines[-1])
     return {name: Profile.from_json(each) for name, each in value.items()}, 0
-
-
-@contextlib.contextmanager
-def _standard_output() -> Iterator[BinaryIO]:
-    """Take what this process and its children write to standard output in the block."""
-    kept = os.dup(1)
-    with tempfile.TemporaryFile() as file:
-        try:
-            os.dup2(file.fileno(), 1)
-            yield file
-        finally:
-            os.dup2(kept, 1)
-            os.close(kept)
-
-
-def _lines(file: BinaryIO) -> list[bytes]:
-    file.seek(0)
-    return file.readlines()

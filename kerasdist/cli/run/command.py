@@ -143,6 +143,20 @@ def check_command(
     return (str(path) if not script[0].startswith("-") else f"./{path}", *script[1:])
 
 
+def checked_command(
+    arguments: argparse.Namespace, faults: list[str]
+) -> tuple[str, ...]:
+    """Return the command's script as `check_command`; end if there are faults.
+
+    Raises:
+        UsageError: There are.
+    """
+    command = check_command(arguments.script, os.environ, faults)
+    if faults:
+        arguments.parser.error("\n  ".join(faults))
+    return command
+
+
 def _module_exists(name: str) -> bool:
     """Return whether `python -m name` will find it, without importing any of it."""
     first, *rest = name.split(".")
@@ -167,6 +181,19 @@ def _module_exists(name: str) -> bool:
     finally:
         del sys.path[0]
     return spec is not None
+
+
+def start_first_fit(arguments: argparse.Namespace, *words: str) -> int:
+    """Start a job that measures a first `fit`, by default of one worker.
+
+    Args:
+        arguments: As `start` has them.
+        *words: Those of `kerasdist.cli.first_fit`.
+    """
+    if arguments.size is None and not (arguments.hosts or arguments.hostfile):
+        arguments.size = "1"
+    arguments.script = ["-m", "kerasdist.cli.first_fit", *words]
+    return start(arguments)
 
 
 def start(arguments: argparse.Namespace) -> int:
