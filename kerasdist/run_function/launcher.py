@@ -258,7 +258,6 @@ class TaskEnd:
         index: Index among those; of a worker its rank.
         code: Its exit code, negative for a signal.
         ended: How it ended, in words.
-        by_launcher: Whether the launcher ended it, because of another one.
         first: Whether it caused the job's failure.
         file: The file with its result.
     """
@@ -267,7 +266,6 @@ class TaskEnd:
     index: int
     code: int | None
     ended: str
-    by_launcher: bool
     first: bool
     file: IO[bytes]
 
@@ -299,30 +297,21 @@ class Outcome:
             task.file.close()
 
 
-def launch(options: Sequence[str], environ: Mapping[str, str], call: int) -> Outcome:
+def launch(
+    options: Sequence[str], environ: Mapping[str, str], call: int, outcome: Outcome
+) -> None:
     """Run the launcher to its end, and show what the chief writes.
 
     Args:
         options: What follows `kerasdist run`.
         environ: The environment of the launcher and the workers.
         call: Descriptor of the file with the call.
+        outcome: Takes what the launcher reports.
 
     Raises:
         OSError: It can't be started.
         KeyboardInterrupt: Ctrl-C; the job has ended.
     """
-    outcome = Outcome()
-    try:
-        _run(options, environ, call, outcome)
-    except BaseException:
-        outcome.close()
-        raise
-    return outcome
-
-
-def _run(
-    options: Sequence[str], environ: Mapping[str, str], call: int, outcome: Outcome
-) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, _Interrupts() as interrupts, contextlib.ExitStack() as undo:
         descriptors = (call, theirs.fileno())

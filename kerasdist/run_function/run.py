@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -92,21 +93,18 @@ def options_of(
             given[name] = str(count)
     options = ["--elastic"] if elastic else []
     for name, value in given.items():
-        if value is None:
-            continue
-        option = "-n" if name == "n" else f"--{name.replace('_', '-')}"
-        options += [option, value]
-    environ = dict(os.environ)
-    for name, text in _variables(env).items():
-        environ[name] = text
-        if on_hosts:
-            options += ["-x", name]
+        if value is not None:
+            dashes = "-" if name == "n" else "--"
+            options += [f"{dashes}{name.replace('_', '-')}", value]
+    variables = _variables(env)
+    for name in variables if on_hosts else ():
+        options += ["-x", name]
     if not sys.executable:
         raise ValueError(
             "`kerasdist.run` starts new Pythons, but it is unknown where Python is. "
             "Received: an empty `sys.executable`. Expected the path of Python there."
         )
-    return [*options, "-m", _WORKER], environ
+    return [*options, "-m", _WORKER], {**os.environ, **variables}
 
 
 def _check_number(name: str, value: Any, least: int) -> None:
@@ -219,14 +217,12 @@ def write_call(call: FunctionCall) -> IO[bytes]:
         python_path=os.environ.get("PYTHONPATH"),
         sources=_sources(),
     )
-    file = tempfile.TemporaryFile()  # noqa: SIM115
-    try:
+    with contextlib.ExitStack() as undo:
+        file = undo.enter_context(tempfile.TemporaryFile())
         pickle.dump(dataclasses.astuple(surroundings), file)
         dump((call.function, call.args, dict(call.kwargs)), file)
         file.flush()
-    except BaseException:
-        file.close()
-        raise
+        undo.pop_all()
     return file
 
 
@@ -392,12 +388,10 @@ def run(
             "also in the global variables that the function uses. Make the rest (open "
             "files, locks, strategies, datasets) inside the function."
         ) from error
-    with call:
-        outcome = launch(options, environ, call.fileno())
-    try:
+    with contextlib.closing(Outcome()) as outcome:
+        with call:
+            launch(options, environ, call.fileno(), outcome)
         return _results(outcome, function)
-    finally:
-        outcome.close()
 
 
 def _shown(function: Any) -> str:

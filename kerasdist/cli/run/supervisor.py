@@ -167,7 +167,6 @@ class JobSupervisor:
                 **dataclasses.asdict(each.task),
                 "code": each.code,
                 "ended": ended if each.code is None else in_words(each.code),
-                "by_launcher": each.ended_by_us,
                 "first": each is first,
             }
             files.send(message, each.result_file.fileno())
