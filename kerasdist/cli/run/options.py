@@ -375,18 +375,25 @@ def read_nodes(arguments: argparse.Namespace, faults: list[str]) -> NodeOptions 
 
 
 def _read_secret(path: str, faults: list[str]) -> None:
+    text = _read_text("--secret-file", path, faults)
+    if text is None:
+        return
+    if not text.strip():
+        faults.append(f"--secret-file {shlex.quote(path)} is empty")
+    os.environ["KERASDIST_SECRET"] = text.strip()
+
+
+def _read_text(option: str, path: str, faults: list[str]) -> str | None:
+    """Return the text of an option's file; None with a fault."""
     try:
         with open(path, encoding="utf-8") as file:
-            text = file.read().strip()
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         faults.append(
-            "--secret-file must be a text file. Received: --secret-file "
-            f"{shlex.quote(path)}: {error}"
+            f"{option} must be a text file. Received: {option} {shlex.quote(path)}: "
+            f"{error}"
         )
-        return
-    if not text:
-        faults.append(f"--secret-file {shlex.quote(path)} is empty")
-    os.environ["KERASDIST_SECRET"] = text
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -454,15 +461,8 @@ def read_hosts(arguments: argparse.Namespace, faults: list[str]) -> HostOptions 
         faults.append("-H and --hostfile can't be used together")
     elif arguments.hosts is not None:
         hosts = parse_hosts(arguments.hosts, faults)
-    else:
-        try:
-            with open(arguments.hostfile, encoding="utf-8") as file:
-                hosts = parse_hostfile(arguments.hostfile, file.read(), faults)
-        except (OSError, UnicodeDecodeError) as error:
-            faults.append(
-                "--hostfile must be a text file. Received: --hostfile "
-                f"{shlex.quote(arguments.hostfile)}: {error}"
-            )
+    elif (text := _read_text("--hostfile", arguments.hostfile, faults)) is not None:
+        hosts = parse_hostfile(arguments.hostfile, text, faults)
     if arguments.bind == "cores":
         faults.append("--bind cores isn't possible with several hosts")
     ssh = tuple(shlex.split(arguments.ssh or "ssh"))

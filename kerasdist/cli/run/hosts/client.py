@@ -108,10 +108,7 @@ class Client:
 
     def _send(self, data: bytes) -> None:
         if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                view = memoryview(data)
-                while view:
-                    view = view[self._process.stdin.write(view) :]
+            self._write(self._process.stdin.fileno(), data)
 
     def _ping(self) -> None:
         while True:
