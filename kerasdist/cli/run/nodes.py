@@ -111,18 +111,18 @@ def _meet(
     host, port = split_address(options.rendezvous)
     here = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
     own = host if here else _own_address(host, port)
-    bound = {
-        kind: [undo.enter_context(_bound(own)) for _ in range(count)]
+    sockets = {
+        kind: [undo.enter_context(bound(own)) for _ in range(count)]
         for kind, count in counts.items()
     }
     named = Host(name=own).in_address
     mine = {
         kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
-        for kind, some in bound.items()
+        for kind, some in sockets.items()
     }
     facts = None
     if options.only_looks:
-        for sock in bound["worker"]:
+        for sock in sockets["worker"]:
             sock.listen()  # before the others know of it, and look
         facts = probe.facts(os.getcwd(), [])
         # Each launcher runs its own part of the job, in a folder of its own.
@@ -132,7 +132,7 @@ def _meet(
     return LocalPart(
         cluster=found["cluster"],
         first=found["first"],
-        bound=bound,
+        bound=sockets,
         facts={int(rank): each for rank, each in found.get("facts", {}).items()},
         refused=found.get("refused", ()),
     )
@@ -147,7 +147,7 @@ def _own_address(host: str, port: int) -> str:
         return str(sock.getsockname()[0])
 
 
-def _bound(host: str) -> socket.socket:
+def bound(host: str) -> socket.socket:
     """Return a socket that is bound to a free port, and doesn't listen."""
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     family, kind, _, _, address = found[0]

@@ -20,6 +20,7 @@ from typing import IO
 
 from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
+from kerasdist.cli.run.nodes import bound
 from kerasdist.cli.run.output import JobOutput, Tail
 from kerasdist.transport.liveness.failure_protocol import (
     ERROR_VARIABLE,
@@ -103,11 +104,9 @@ class JobPorts:
 
     def _new_port(self, task: TaskProcess) -> socket.socket:
         with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(socket.socket())
-            sock.bind(("127.0.0.1", 0))
             # A task that was lost can be started again at this address, though its
-            # connections linger. Not before `bind`: ports would be shared.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # connections linger.
+            sock = undo.enter_context(bound("127.0.0.1"))
             self._addresses[task] = sock.getsockname()
             if self._keep:
                 # Bound, but it doesn't listen: the system gives the port to no other
