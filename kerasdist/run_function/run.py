@@ -34,80 +34,35 @@ from kerasdist.transport.liveness.launcher_pipe import REPORT_VARIABLE
 # The options of `kerasdist run` for the arguments of `kerasdist.run`.
 
 _WORKER = "kerasdist.run_function.worker"
-_CHOICES = {"output": ("chief", "all"), "bind": ("none", "cores")}
 
 
-def options_of(
-    n: int | None,
-    *,
-    ps: int,
-    hosts: str | Sequence[str] | None,
-    env: Mapping[str, str] | None,
-    gpus: int | str,
-    elastic: bool,
-    min_workers: int | None,
-    restarts: int | None,
-    **texts: Any,
-) -> tuple[list[str], dict[str, str]]:
-    """Return what follows `kerasdist run`, and its environment.
+def _options(
+    given: Mapping[str, str | None], *, elastic: bool, exported: Iterable[str]
+) -> list[str]:
+    """Return what follows `kerasdist run`.
 
     The launcher checks the rest: whether hosts can be parsed, for instance.
 
     Args:
-        n: See `kerasdist.run`, also for the next ones.
-        ps: Number of servers.
-        hosts: The hosts.
-        env: Further variables.
-        gpus: The GPUs of each worker.
+        given: Values by the arguments' names; None: not given.
         elastic: Whether the job is elastic.
-        min_workers: The smallest number of workers.
-        restarts: The number of restarts.
-        **texts: Options whose values are texts or paths; None: not given.
-
-    Raises:
-        TypeError: A value has another type.
-        ValueError: A value can't be used.
+        exported: Names of variables for the workers of other hosts.
     """
-    on_hosts = hosts is not None or texts["hostfile"] is not None
-    if not (n is None and on_hosts):
-        _check_number("n", n, 1)
-    _check_number("ps", ps, 0)
-    for name, known in _CHOICES.items():
-        if texts[name] not in known:
-            raise ValueError(
-                f"`{name}` must be one of {', '.join(map(repr, known))}. Received: "
-                f"{name}={texts[name]!r}. Expected one of these texts."
-            )
-    given: dict[str, str | None] = {
-        "n": None if n is None else str(n),
-        "ps": str(ps),
-        "hosts": _hosts(hosts),
-        "gpus": _gpus(gpus),
-        **{name: _text(name, value) for name, value in texts.items()},
-    }
-    if not isinstance(elastic, bool):
-        raise TypeError(f"`elastic` must be True or False. Received: {elastic!r}.")
-    for name, count in (("min_workers", min_workers), ("restarts", restarts)):
-        if count is not None:
-            _check_number(name, count, 0)
-            given[name] = str(count)
     options = ["--elastic"] if elastic else []
     for name, value in given.items():
         if value is not None:
             dashes = "-" if name == "n" else "--"
             options += [f"{dashes}{name.replace('_', '-')}", value]
-    variables = _variables(env)
-    for name in variables if on_hosts else ():
+    for name in exported:
         options += ["-x", name]
-    if not sys.executable:
-        raise ValueError(
-            "`kerasdist.run` starts new Pythons, but it is unknown where Python is. "
-            "Received: an empty `sys.executable`. Expected the path of Python there."
-        )
-    return [*options, "-m", _WORKER], {**os.environ, **variables}
+    return [*options, "-m", _WORKER]
 
 
-def _check_number(name: str, value: Any, least: int) -> None:
+# Each of these returns an argument as the option has it. With another type it raises
+# TypeError; if the value can't be used, ValueError.
+
+
+def _number(name: str, value: Any, least: int) -> str:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
             f"`{name}` must be an integer. Received: {name}={value!r}. Expected an "
@@ -118,6 +73,16 @@ def _check_number(name: str, value: Any, least: int) -> None:
             f"`{name}` must be at least {least}. Received: {name}={value!r}. Expected "
             f"an integer >= {least}."
         )
+    return str(value)
+
+
+def _one_of(name: str, value: Any, *known: str) -> str:
+    if value not in known:
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(map(repr, known))}. Received: "
+            f"{name}={value!r}. Expected one of these texts."
+        )
+    return os.fsdecode(value)
 
 
 def _text(name: str, value: Any) -> str | None:
@@ -353,23 +318,32 @@ def run(
         KeyboardInterrupt: Ctrl-C. All processes of the job have ended.
     """
     _check_function(function, args, kwargs)
-    options, environ = options_of(
-        n,
-        ps=ps,
-        hosts=hosts,
-        hostfile=hostfile,
-        ssh=ssh,
-        python=python,
-        env=env,
-        output=output,
-        log_dir=log_dir,
-        bind=bind,
-        malloc=malloc,
-        gpus=gpus,
-        elastic=elastic,
-        min_workers=min_workers,
-        restarts=restarts,
-    )
+    on_hosts = hosts is not None or hostfile is not None
+    given = {
+        "n": None if n is None and on_hosts else _number("n", n, 1),
+        "ps": _number("ps", ps, 0),
+        "output": _one_of("output", output, "chief", "all"),
+        "bind": _one_of("bind", bind, "none", "cores"),
+        "hosts": _hosts(hosts),
+        "gpus": _gpus(gpus),
+        "hostfile": _text("hostfile", hostfile),
+        "ssh": _text("ssh", ssh),
+        "python": _text("python", python),
+        "log_dir": _text("log_dir", log_dir),
+        "malloc": _text("malloc", malloc),
+    }
+    if not isinstance(elastic, bool):
+        raise TypeError(f"`elastic` must be True or False. Received: {elastic!r}.")
+    for name, count in (("min_workers", min_workers), ("restarts", restarts)):
+        given[name] = None if count is None else _number(name, count, 0)
+    variables = _variables(env)
+    if not sys.executable:
+        raise ValueError(
+            "`kerasdist.run` starts new Pythons, but it is unknown where Python is. "
+            "Received: an empty `sys.executable`. Expected the path of Python there."
+        )
+    exported = variables if on_hosts else ()
+    options = _options(given, elastic=elastic, exported=exported)
     if REPORT_VARIABLE in os.environ:
         raise ClusterError(
             "`kerasdist.run` was called in a task of a job, which it would start again "
@@ -390,6 +364,7 @@ def run(
         ) from error
     with contextlib.closing(Outcome()) as outcome:
         with call:
+            environ = {**os.environ, **variables}
             launch(options, environ, call.fileno(), outcome)
         return _results(outcome, function)
 
