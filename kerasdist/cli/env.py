@@ -31,6 +31,7 @@ import psutil
 
 from kerasdist._version import __version__
 from kerasdist.cli.console import add_command, json_option, option
+from kerasdist.cli.run.hosts.probe import version_of
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import counted, human_bytes
@@ -250,14 +251,6 @@ print("\\n{_ANSWER}" + json.dumps({{
 }}))
 """
 LISTING = (sys.executable, "-P", "-c", LIST_DEVICES)
-
-
-def version_of(*names: str) -> str | None:
-    """Return the version of the first package that is installed; None if none is."""
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
 
 
 def versions() -> dict[str, str]:

@@ -46,17 +46,18 @@ def facts(folder: str, command: list[str]) -> dict[str, Any]:
         return {**found, "working folder": f"{folder}: {error.strerror}"}
     found["working folder"] = folder
     for name, distributions in _PACKAGES.items():
-        found[name] = _version(distributions)
+        found[name] = version_of(*distributions) or "not installed"
     if command:
         found["script"] = _digest(command)
     return found
 
 
-def _version(distributions: tuple[str, ...]) -> str:
-    for name in distributions:
+def version_of(*names: str) -> str | None:
+    """Return the version of the first package that is installed; None if none is."""
+    for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-    return "not installed"
+    return None
 
 
 def _digest(command: list[str]) -> str:
