@@ -222,7 +222,7 @@ def _collect(
             drop_those_that_left()
             if len(others) == options.count - 1:
                 break
-            if options.only_looks and not waiting.rest:
+            if options.only_looks and not waiting.remaining():
                 break
             waiting.check(f"{len(others) + 1} of {options.count} hosts are here")
             arrived = listener.pending.take_any(_SESSION, _PURPOSE, AGAIN_SECONDS)
@@ -345,11 +345,11 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
         while True:
             try:
                 connection = dial_tcp(
-                    options.rendezvous, secret, hello, Deadline(waiting.rest)
+                    options.rendezvous, secret, hello, Deadline(waiting.remaining())
                 )
                 with connection:
                     connected.set()
-                    seconds = waiting.rest
+                    seconds = waiting.remaining()
                     if options.only_looks:
                         # Host 0 goes on without others at the end of its own time,
                         # which began earlier than the connection.
@@ -375,18 +375,13 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
             time.sleep(AGAIN_SECONDS)
 
 
-class _LauncherWait:
+class _LauncherWait(Deadline):
     """The time that a launcher waits."""
 
     def __init__(self, options: NodeOptions) -> None:
+        super().__init__(float(options.seconds))
         self._options = options
-        self._deadline = Deadline(float(options.seconds))
         self._command = f"Start the same command on all {options.count} hosts"
-
-    @property
-    def rest(self) -> float:
-        """Seconds that are left."""
-        return self._deadline.remaining()
 
     def notice(
         self, me: str, look: Callable[[], Sight], goal: str = ""
@@ -395,7 +390,7 @@ class _LauncherWait:
         return WaitingNotice(
             me,
             look,
-            self._deadline,
+            self,
             goal=goal,
             option="--start-timeout",
             hint=f"{self._command}.",
@@ -404,7 +399,7 @@ class _LauncherWait:
 
     def check(self, what: str) -> None:
         """Raise an error that tells what is the case, when the time is over."""
-        if not self.rest:
+        if not self.remaining():
             raise self.error(what)
 
     def error(self, what: str) -> RendezvousError:
