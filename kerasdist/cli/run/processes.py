@@ -135,13 +135,10 @@ def kill_left_behind(pid: int, group: int | None = None) -> None:
 
 def in_foreground(group: int) -> bool:
     """Return whether the terminal's keys send signals to this process group."""
-    try:
+    with contextlib.suppress(OSError):  # there is no terminal
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
-    except OSError:  # there is no terminal
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == group
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
+        try:
+            return os.tcgetpgrp(terminal) == group
+        finally:
+            os.close(terminal)
+    return False

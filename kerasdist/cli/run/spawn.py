@@ -133,10 +133,6 @@ class JobPorts:
             undo.pop_all()
         return sock
 
-    def close(self) -> None:
-        """Give the ports back."""
-        self._kept.close()
-
 
 # The assignment of cores to workers: pure functions, and one look at the machine.
 

@@ -116,9 +116,8 @@ class Agent:
             self._frame(b"F", str(error).encode())
             return
         try:
-            self._relay()
-        except BrokenPipeError:
-            pass
+            with contextlib.suppress(BrokenPipeError):
+                self._relay()
         finally:
             self._end()
         with contextlib.suppress(OSError):
