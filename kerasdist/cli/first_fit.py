@@ -382,8 +382,9 @@ def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...],
     variables = model.trainable_variables
     sizes = [_bytes_of(variable) for variable in variables]
     buckets = in_buckets(sizes, workers.bucket_size)
+    totals = [sum(sizes[i] for i in bucket) for bucket in buckets]
     if compressor is None:
-        return all_reduces_of([sum(sizes[i] for i in b) for b in buckets]), 0.0
+        return all_reduces_of(totals), 0.0
     if compressor.needs_factors:
         raise SystemExit(
             "kerasdist predict can't compute what factors are sent: that depends on "
@@ -394,13 +395,8 @@ def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...],
         _compressed(compressor, [variables[i].shape for i in bucket])
         for bucket in buckets
     ]
-    messages = messages_of(
-        [
-            (sum(sizes[i] for i in bucket), found)
-            for bucket, (found, _) in zip(buckets, sent, strict=True)
-        ]
-    )
-    return messages, sum(taken for _, taken in sent)
+    pairs = [(total, found) for total, (found, _) in zip(totals, sent, strict=True)]
+    return messages_of(pairs), sum(taken for _, taken in sent)
 
 
 def _compressed(

@@ -116,13 +116,11 @@ class RemoteError:
 
     def exception(self) -> BaseException | None:
         """Return the exception; None if it can't be made here."""
-        if self.pickled is None:
-            return None
-        try:
-            found = pickle.loads(self.pickled)
-        except Exception:  # constructors raise what they like
-            return None
-        return found if isinstance(found, BaseException) else None
+        if self.pickled is not None:
+            with contextlib.suppress(Exception):  # constructors raise what they like
+                found = pickle.loads(self.pickled)
+                return found if isinstance(found, BaseException) else None
+        return None
 
 
 def write_value(descriptor: int, value: Any) -> None:
@@ -151,13 +149,11 @@ def write_error(
     """
     frames = frames_of_user(error.__traceback__)
     text = traceback.format_exception(type(error), error, frames)
-    pickled: bytes | None
-    try:
+    pickled: bytes | None = None
+    with contextlib.suppress(Exception):  # classes raise what they like
         buffer = io.BytesIO()
         dump(error, buffer)
         pickled = buffer.getvalue()
-    except Exception:  # classes raise what they like
-        pickled = None
     found = RemoteError(
         stage=stage,
         message="".join(traceback.format_exception_only(type(error), error)).strip(),

@@ -24,11 +24,7 @@ from kerasdist.cli.env import find_allocator, preloading
 from kerasdist.cli.run import options
 from kerasdist.cli.run.hosts.places import HostsError, on_hosts
 from kerasdist.cli.run.hosts.probe import find_gpus
-from kerasdist.cli.run.job_spec import (
-    FunctionFiles,
-    JobSpec,
-    divide_all,
-)
+from kerasdist.cli.run.job_spec import FunctionFiles, JobSpec, divide_all
 from kerasdist.cli.run.nodes import RendezvousError, meeting
 from kerasdist.cli.run.options import read_number
 from kerasdist.cli.run.spawn import cores_in_order, shares

@@ -33,11 +33,7 @@ from kerasdist.transport.framing import FrameType
 from kerasdist.transport.log import LOGGER
 from kerasdist.transport.rendezvous.dial import dial_tcp
 from kerasdist.transport.rendezvous.listener import Listener
-from kerasdist.transport.rendezvous.waiting_notice import (
-    Absent,
-    Sight,
-    WaitingNotice,
-)
+from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight, WaitingNotice
 
 _SESSION, _PURPOSE = "kerasdist run", "node"
 # Seconds between two attempts.

@@ -22,10 +22,7 @@ from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
 from kerasdist.cli.run.nodes import bound
 from kerasdist.cli.run.output import JobOutput, Tail
-from kerasdist.transport.liveness.failure_protocol import (
-    ERROR_VARIABLE,
-    FinalError,
-)
+from kerasdist.transport.liveness.failure_protocol import ERROR_VARIABLE, FinalError
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
 # The ports of a job's tasks, on which the launcher listens before the tasks do.

@@ -81,11 +81,9 @@ def _digest(command: list[str]) -> str:
 
 def ports(host: str, count: int) -> list[socket.socket]:
     """Return sockets that are bound to free ports of this host, and don't listen."""
-    found = []
-    for _ in range(count):
-        sock = _bound(host)
+    found = [_bound(host) for _ in range(count)]
+    for sock in found:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.append(sock)
     return found
 
 
