@@ -76,18 +76,17 @@ _OPTIONS = (
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `advise` to the command line."""
-    parser = add_command(
+    add_command(
         commands,
         "advise",
         _advise,
-        (*_OPTIONS, *MEASURING_OPTIONS),
+        (*_OPTIONS, *MEASURING_OPTIONS, *run.OPTIONS),
         help="propose a strategy for a script and its machines",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="kerasdist advise [--workers N] [--network LINK] [options] "
         "[options of run] [--] (script.py | -m module) [args ...]",
     )
-    run.add_options(parser)
 
 
 def _advise(arguments: argparse.Namespace) -> int:

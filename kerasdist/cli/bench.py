@@ -30,18 +30,17 @@ _OPTIONS = (
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `bench` to the command line."""
-    parser = add_command(
+    add_command(
         commands,
         "bench",
         _bench,
-        _OPTIONS,
+        (*_OPTIONS, *run.OPTIONS),
         help="measure what a step of a script costs, by parts",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="kerasdist bench [-n N | -H HOSTS] [--steps S] [options of run] [--] "
         "(script.py | -m module) [args ...]",
     )
-    run.add_options(parser)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -92,6 +92,8 @@ _OPTIONS = (
         default=5.0,
     ),
     json_option("text"),
+    *(*run_options.HOSTS, *run_options.NODES),
+    run_options.start_timeout(_START_SECONDS),
 )
 
 
@@ -111,8 +113,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "those of --nnodes by starting this command on all of them. Exit code 0 if "
         "nothing is wrong, else 1.",
     )
-    options = (*run_options.HOSTS, *run_options.NODES)
-    run_options.add_options(parser, options, _START_SECONDS)
     # An option of `run` alone.
     parser.set_defaults(bind="none")
 
@@ -120,7 +120,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(arguments: argparse.Namespace) -> int:
     faults: list[str] = []
     hosts = run_options.read_hosts(arguments, faults)
-    nodes = run_options.read_nodes(arguments, faults)
+    nodes = run_options.read_nodes(arguments, faults, _START_SECONDS)
     if faults:
         arguments.parser.error("\n  ".join(faults))
     if hosts is not None:

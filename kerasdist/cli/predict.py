@@ -109,18 +109,17 @@ MEASURING_OPTIONS = (
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `predict` to the command line."""
-    parser = add_command(
+    add_command(
         commands,
         "predict",
         _predict,
-        (*_OPTIONS, *MEASURING_OPTIONS),
+        (*_OPTIONS, *MEASURING_OPTIONS, *run.OPTIONS),
         help="simulate a script's steps with other numbers of workers",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="kerasdist predict [--workers N,N] [--network LINK] [options] "
         "[options of run] [--] (script.py | -m module) [args ...]",
     )
-    run.add_options(parser)
 
 
 def _predict(arguments: argparse.Namespace) -> int:

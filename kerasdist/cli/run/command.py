@@ -47,25 +47,23 @@ examples:
   kerasdist run -H a:2,b:2 train.py
   kerasdist run -n 4 --bind cores --log-dir logs -m mypackage.train"""
 
+# They say how a job is started.
+OPTIONS = options.ALL_OPTIONS
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `run` to the command line."""
-    parser = add_command(
+    add_command(
         commands,
         "run",
         start,
+        OPTIONS,
         help="start workers on this machine or others",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         usage="kerasdist run (-n N | -H HOSTS) [options] [--] "
         "(script.py | -m module) [args ...]",
     )
-    add_options(parser)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how a job is started."""
-    options.add_options(parser, options.ALL_OPTIONS)
 
 
 def split(

@@ -11,7 +11,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kerasdist.cli.console import Option, option
 from kerasdist.cli.env import ALLOCATORS
@@ -145,28 +145,16 @@ NODES = (
         "a file with the job's secret, the same on all hosts, in the place of the "
         "variable KERASDIST_SECRET",
     ),
-    option(
-        "--start-timeout S",
-        "with --nnodes: seconds to wait for other hosts (default: SECONDS)",
-    ),
 )
-ALL_OPTIONS = (*_JOB, *_ELASTIC, *HOSTS, *NODES)
 
 
-def add_options(
-    parser: argparse.ArgumentParser, options: Iterable[Option], seconds: int = _SECONDS
-) -> None:
-    """Add options to those of a command.
+def start_timeout(seconds: int) -> Option:
+    """Return the option of `NODES` whose default differs by the command."""
+    text = f"with --nnodes: seconds to wait for other hosts (default: {seconds})"
+    return option("--start-timeout S", text)
 
-    Args:
-        parser: The command's.
-        options: The options of `run` that it has.
-        seconds: How long it waits for other hosts by default.
-    """
-    parser.set_defaults(start_seconds=seconds)
-    for names, settings in options:
-        text = settings["help"].replace("SECONDS", str(seconds))
-        parser.add_argument(*names, **{**settings, "help": text})
+
+ALL_OPTIONS = (*_JOB, *_ELASTIC, *HOSTS, *NODES, start_timeout(_SECONDS))
 
 
 def read_number(option: str, text: str, least: int, faults: list[str]) -> int:
@@ -307,12 +295,15 @@ class NodeOptions:
     only_looks: bool = False
 
 
-def read_nodes(arguments: argparse.Namespace, faults: list[str]) -> NodeOptions | None:
+def read_nodes(
+    arguments: argparse.Namespace, faults: list[str], seconds: int = _SECONDS
+) -> NodeOptions | None:
     """Return the settings; None without `--nnodes`. Sets the secret of `--secret-file`.
 
     Args:
         arguments: The parsed arguments.
         faults: Takes a message about each value that can't be used.
+        seconds: How long the command waits for other hosts by default.
     """
     if arguments.secret_file is not None:
         _read_secret(arguments.secret_file, faults)
@@ -365,12 +356,12 @@ def read_nodes(arguments: argparse.Namespace, faults: list[str]) -> NodeOptions 
             "the same random text on all of them, for example the output of `openssl "
             "rand -hex 32`"
         )
-    seconds = arguments.start_timeout or str(arguments.start_seconds)
+    timeout = arguments.start_timeout or str(seconds)
     return NodeOptions(
         count=count,
         rank=rank,
         rendezvous=arguments.rendezvous or "",
-        seconds=read_number("--start-timeout", seconds, 1, faults),
+        seconds=read_number("--start-timeout", timeout, 1, faults),
     )
 
 
