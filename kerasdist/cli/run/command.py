@@ -335,9 +335,7 @@ def launch(arguments: argparse.Namespace, job: JobSpec) -> int:
             "own on this machine",
             logging.WARNING,
         )
-    environ = dict(job.environ)
-    if job.elastic is not None:
-        environ.update(job.elastic.environ)
+    environ = {**job.environ, **(job.elastic.environ if job.elastic else {})}
     if not arguments.tensorflow_log:
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     quiet = not arguments.tensorflow_log and environ["TF_CPP_MIN_LOG_LEVEL"] != "0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -87,11 +88,9 @@ class FunctionFiles:
         """
         data = json.dumps(message).encode()
         passed = [] if descriptor is None else [descriptor]
-        try:
+        # The caller sees that a message is missing, or doesn't exist any more.
+        with contextlib.suppress(OSError):
             socket.send_fds(self.outcome, [data], passed)
-        except OSError:
-            # It sees that a message is missing, or doesn't exist any more.
-            pass
 
 
 # The division of the GPUs of all hosts of a job, and the lines about it.

@@ -126,10 +126,8 @@ def kill_left_behind(pid: int, group: int | None = None) -> None:
     """
     for each in descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            theirs = (
-                os.getsid(each) == pid if group is None else os.getpgid(each) == group
-            )
-            if theirs:
+            own_session = group is None and os.getsid(each) == pid
+            if own_session or os.getpgid(each) == group:
                 os.kill(each, signal.SIGKILL)
 
 
