@@ -112,9 +112,12 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 def option(names: str, text: str, **settings: Any) -> Option:
-    """Return an option of these names; a word for its value may follow them."""
+    """Return an option of these names; a word for its value may follow them.
+
+    A single word without dashes is the name of an argument, which is no option.
+    """
     words = names.split()
-    if not words[-1].startswith("-"):
+    if words[1:] and not words[-1].startswith("-"):
         settings["metavar"] = words.pop()
     return tuple(words), {**settings, "help": text}
 

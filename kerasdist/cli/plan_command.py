@@ -87,6 +87,12 @@ examples:
       --batch-size 256 --optimizer adam --micro-batches 8"""
 _OPTIONS = (
     option(
+        "model",
+        "a function without arguments that returns the model: of a script, or of "
+        "a module (package.module:function)",
+        metavar="script.py:function",
+    ),
+    option(
         "--devices D,D",
         "names as in TensorFlow, in the order of the stages; devices of another "
         "machine need --memory (default: all GPUs, or all CPUs)",
@@ -125,7 +131,7 @@ _OPTIONS = (
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `plan` to the command line."""
-    parser = add_command(
+    add_command(
         commands,
         "plan",
         _run,
@@ -133,12 +139,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="propose a device for each layer, and check that the model fits",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-    )
-    parser.add_argument(
-        "model",
-        metavar="script.py:function",
-        help="a function without arguments that returns the model: of a script, or of "
-        "a module (package.module:function)",
     )
 
 
