@@ -19,12 +19,10 @@ from typing import Any
 
 from kerasdist._version import __version__
 from kerasdist.cli import advise, bench, completion, doctor, env, plan_command, predict
-from kerasdist.cli.console import Parser, json_document, names_of
+from kerasdist.cli.console import WITH_SCRIPT, Parser, json_document, names_of
 from kerasdist.cli.run import command as run
 
 __all__ = ["main"]
-
-_WITH_SCRIPT = ("run", "bench", "predict", "advise")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
-    if options and options[0] in _WITH_SCRIPT:
+    if options and options[0] in WITH_SCRIPT:
         # argparse has no public list of them; other tools read this one, too.
         known_options = commands.choices[options[0]]._actions
         with_value = names_of(known_options, with_value=True)

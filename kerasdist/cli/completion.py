@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kerasdist.cli.console import add_command, names_of
+from kerasdist.cli.console import WITH_SCRIPT, add_command, names_of
 
-# Their script isn't an argument that the parser knows.
-_WITH_SCRIPT = ("run",)
 SHELLS = ("bash", "zsh", "fish")
 # Also run by zsh, as bash would. Without a reply the shell completes names of files.
 _BASH = """\
@@ -66,7 +64,7 @@ class _Command:
         self.options = [each for each in parser._actions if each.option_strings]
         others = [each for each in parser._actions if not each.option_strings]
         self.words = " ".join(map(_choices, others)).strip()
-        self.has_script = name in _WITH_SCRIPT or any(not o.choices for o in others)
+        self.has_script = name in WITH_SCRIPT or any(not o.choices for o in others)
 
     def bash_case(self) -> str:
         """Return the lines of bash that are run for this command."""
@@ -85,7 +83,7 @@ class _Command:
             f'        options="{names}"\n'
             f'        valued="{valued}"\n'
             f'        other="{other}"\n'
-            f'        ends="{"yes" if self.name in _WITH_SCRIPT else ""}"\n'
+            f'        ends="{"yes" if self.name in WITH_SCRIPT else ""}"\n'
             f"{choices}        ;;"
         )
 

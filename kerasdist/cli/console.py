@@ -107,6 +107,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+# The commands that run a script, which isn't an argument that the parser knows.
+WITH_SCRIPT = ("run", "bench", "predict", "advise")
 # An option's names, and the other arguments of `add_argument`.
 Option = tuple[tuple[str, ...], dict[str, Any]]
 

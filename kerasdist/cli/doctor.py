@@ -29,7 +29,7 @@ from kerasdist.cli import env
 from kerasdist.cli.console import above_zero, add_command, json_option, option
 from kerasdist.cli.run import options as run_options
 from kerasdist.cli.run.hosts import places
-from kerasdist.cli.run.hosts.probe import facts, version_of
+from kerasdist.cli.run.hosts.probe import PACKAGES, facts, version_of
 from kerasdist.cli.run.nodes import LocalPart, RendezvousError, meeting
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.cluster.address import split_address
@@ -176,7 +176,7 @@ def check_versions(environ: Mapping[str, str]) -> _Findings:
     yield _ok(f"kerasdist {__version__}")
     yield _ok(f"Python {platform.python_version()}")
     install = f"{sys.executable} -m pip install"
-    for name, distributions in env.DISTRIBUTIONS.items():
+    for name, distributions in PACKAGES.items():
         version = version_of(*distributions)
         wanted, _ = TESTED_VERSIONS.get(name, ("0", ""))
         if version is None:

@@ -31,7 +31,7 @@ import psutil
 
 from kerasdist._version import __version__
 from kerasdist.cli.console import add_command, json_option, option
-from kerasdist.cli.run.hosts.probe import version_of
+from kerasdist.cli.run.hosts.probe import PACKAGES, version_of
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import counted, human_bytes
@@ -225,12 +225,7 @@ def _each_text(
 
 # The software: versions, extras, allocators, TensorFlow's devices.
 
-# The names under which what kerasdist needs may be installed.
-DISTRIBUTIONS = {
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tf-nightly"),
-    "keras": ("keras", "keras-nightly"),
-    "numpy": ("numpy",),
-}
+# What a report names, too, where it's installed.
 _OTHERS = ("tensorboard", "protobuf", "h5py", "ml_dtypes", "mpi4py")
 ALLOCATORS = ("jemalloc", "tcmalloc_minimal", "tcmalloc", "mimalloc")
 # What the script prints before its answer, at the beginning of a line.
@@ -260,10 +255,10 @@ def versions() -> dict[str, str]:
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "executable": sys.executable,
     }
-    for name in (*itertools.chain(*DISTRIBUTIONS.values()), *_OTHERS):
+    for name in (*itertools.chain(*PACKAGES.values()), *_OTHERS):
         if (version := version_of(name)) is not None:
             found[name] = version
-    for name, names in DISTRIBUTIONS.items():
+    for name, names in PACKAGES.items():
         if not found.keys() & set(names):
             found[name] = "not installed"
     return found

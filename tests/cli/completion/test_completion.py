@@ -15,7 +15,7 @@ TYPED = {
     "doct\t": "doctor",
     "run --output \tal\t": "run --output all",
     "run -n 2 --log-d\tlo\t tr\t": "run -n 2 --log-dir logs train.py",
-    "run -n 2 train.py --outp\t": "run -n 2 train.py --outp",
+    "bench -n 2 train.py --outp\t": "bench -n 2 train.py --outp",
     "plan train.py:f --micro\t": "plan train.py:f --micro-batches",
     "completion fi\t": "completion fish",
 }

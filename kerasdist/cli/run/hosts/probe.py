@@ -22,10 +22,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-_PACKAGES = {
-    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tensorflow-intel"),
+# Of each package the distributions that may install it.
+PACKAGES = {
+    "tensorflow": (
+        *("tensorflow", "tensorflow-cpu", "tensorflow-macos", "tensorflow-intel"),
+        "tf-nightly",
+    ),
     "keras": ("keras", "keras-nightly"),
-    "kerasdist": ("kerasdist",),
     "numpy": ("numpy",),
 }
 
@@ -45,7 +48,7 @@ def facts(folder: str, command: list[str]) -> dict[str, Any]:
     except OSError as error:
         return {**found, "working folder": f"{folder}: {error.strerror}"}
     found["working folder"] = folder
-    for name, distributions in _PACKAGES.items():
+    for name, distributions in {**PACKAGES, "kerasdist": ("kerasdist",)}.items():
         found[name] = version_of(*distributions) or "not installed"
     if command:
         found["script"] = _digest(command)
