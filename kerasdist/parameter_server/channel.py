@@ -154,15 +154,21 @@ class Channel(abc.ABC):
         """Release sockets and memory. Can be called twice."""
 
 
-def spans(specs: Sequence[Spec]) -> tuple[list[tuple[int, int]], int]:
+def spans(specs: Sequence[Spec]) -> tuple[Sequence[tuple[int, int]], int]:
     """Return each array's first byte and end in a body; and the body's bytes."""
+    return _spans(tuple(specs))
+
+
+# Each step has messages of the same forms, but for rows.
+@functools.lru_cache(maxsize=64)
+def _spans(specs: tuple[Spec, ...]) -> tuple[Sequence[tuple[int, int]], int]:
     found = []
     end = 0
     for name, shape in specs:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + dtype_of(name).itemsize * math.prod(shape)
         found.append((start, end))
-    return found, end
+    return tuple(found), end
 
 
 def read_specs(value: Any) -> Sequence[Spec]:
