@@ -59,8 +59,10 @@ def tensorboard(folder: Path, python: str = sys.executable) -> Iterator[str]:
     tag = f"board-{os.getpid()}"
     log = folder.parent / "tensorboard.log"
     command = [python, "-m", "tensorboard.main", "--logdir", str(folder)]
-    # Its other loader is a program of its own, which isn't there for every machine.
+    # Its other loader is a program of its own, which isn't there for every machine. A
+    # page that comes before the data isn't renewed: all is read before it listens.
     command += ["--host", "127.0.0.1", "--port", "0", "--load_fast", "false"]
+    command += ["--reload_task", "blocking", "--reload_interval", "0"]
     with log.open("w") as out:
         process = subprocess.Popen(
             command,

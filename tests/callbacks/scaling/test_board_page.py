@@ -15,7 +15,6 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(170)
 
-
 # What TensorBoard's page is made of stands in shadow trees: this goes through them.
 _FIND = """
 const found = [];

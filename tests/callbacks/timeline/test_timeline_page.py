@@ -18,7 +18,6 @@ from places import ROOT
 from waiting import wait_until
 
 VIEWERS = ROOT / ".venv-viewers"
-
 LANES = ["step", "collectives", "stage 0", "stage 1"]
 
 
