@@ -82,7 +82,7 @@ def _one_of(name: str, value: Any, *known: str) -> str:
             f"`{name}` must be one of {', '.join(map(repr, known))}. Received: "
             f"{name}={value!r}. Expected one of these texts."
         )
-    return os.fsdecode(value)
+    return str(value)
 
 
 def _text(name: str, value: Any) -> str | None:

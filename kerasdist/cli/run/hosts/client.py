@@ -108,7 +108,8 @@ class Client:
 
     def _send(self, data: bytes) -> None:
         if self._process.stdin is not None:
-            self._write(self._process.stdin.fileno(), data)
+            with contextlib.suppress(ValueError):  # a ping after the end: it's closed
+                self._write(self._process.stdin.fileno(), data)
 
     def _ping(self) -> None:
         while True:
