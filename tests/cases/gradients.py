@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -209,20 +210,12 @@ CHANGES = ("clipped", "signs", "sharpness", "by hand")
 # Another function of each gradient by itself.
 MORE_CHANGES = ("normalized",)
 
-
-@case
-def changed_gradients(scope: Scope) -> Numbers:
-    return _all_of(scope, CHANGES)
-
-
-@case
-def more_changed_gradients(scope: Scope) -> Numbers:
-    return _all_of(scope, MORE_CHANGES)
-
-
-@case
-def gradients_of_other_things(scope: Scope) -> Numbers:
-    return _all_of(scope, [n for n in STEPS if n not in (*CHANGES, *MORE_CHANGES)])
+for case_name, chosen in {
+    "changed_gradients": CHANGES,
+    "more_changed_gradients": MORE_CHANGES,
+    "gradients_of_other_things": STEPS.keys() - {*CHANGES, *MORE_CHANGES},
+}.items():
+    jobs.CASES[case_name] = functools.partial(_all_of, steps=sorted(chosen))
 
 
 @case

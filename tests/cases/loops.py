@@ -1,3 +1,4 @@
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,30 +10,16 @@ from keras import layers
 from cases import training as jobs
 from cases.training import CROSSENTROPY, Numbers, Scope, case, chain, data, mlp, train
 
-
-@case
-def uneven_last_batch(scope: Scope) -> Numbers:
-    return train(scope)
-
-
-@case
-def fewer_rows_than_replicas(scope: Scope) -> Numbers:
-    return train(scope, arrays=data(17), fit={"batch_size": 4})
-
-
-@case
-def one_row_at_a_time(scope: Scope) -> Numbers:
-    return train(scope, arrays=data(5), fit={"batch_size": 1})
-
-
-@case
-def first_batch_uneven(scope: Scope) -> Numbers:
-    return train(scope, arrays=data(3), fit={"batch_size": 3})
-
-
-@case
-def even_batches(scope: Scope) -> Numbers:
-    return train(scope, arrays=data(48), fit={"batch_size": 12})
+# Rows that the batches divide into, or not.
+for name, rows, batch_size in [
+    ("uneven_last_batch", 51, 16),
+    ("fewer_rows_than_replicas", 17, 4),
+    ("one_row_at_a_time", 5, 1),
+    ("first_batch_uneven", 3, 3),
+    ("even_batches", 48, 12),
+]:
+    fit = {"batch_size": batch_size}
+    jobs.CASES[name] = functools.partial(train, arrays=data(rows), fit=fit)
 
 
 @case

@@ -1,3 +1,4 @@
+import functools
 from typing import Any
 
 import keras
@@ -250,21 +251,14 @@ def _trained(scope: Scope, functions: list[Any], **more: Any) -> Numbers:
 # function is: see test_row_mixing.py.
 MIXING, OTHERS = [contrastive, standardized], [normalized_focal, in_numpy]
 
-
-@case
-def functions_that_mix_rows(scope: Scope) -> Numbers:
-    return _trained(scope, MIXING)
-
-
-@case
-def functions_of_sums_and_unknown_ones(scope: Scope) -> Numbers:
-    return _trained(scope, OTHERS)
-
-
-@case
-def more_functions_that_mix_rows(scope: Scope) -> Numbers:
-    run = [*MIXING, *OTHERS]
-    return _trained(scope, [each for each in FUNCTIONS if each not in run])
+for case_name, functions in {
+    "functions_that_mix_rows": MIXING,
+    "functions_of_sums_and_unknown_ones": OTHERS,
+    "more_functions_that_mix_rows": [
+        each for each in FUNCTIONS if each not in (*MIXING, *OTHERS)
+    ],
+}.items():
+    jobs.CASES[case_name] = functools.partial(_trained, functions=functions)
 
 
 @case

@@ -99,6 +99,7 @@ def embedding(scope: Scope) -> Numbers:
         embedded_words,
         arrays=four_words(51),
         compiled=lambda: {"optimizer": "adam"},
+        then=(),
     )
 
 
@@ -115,6 +116,7 @@ def accumulation_of_slices(scope: Scope) -> Numbers:
             )
         },
         fit={"batch_size": 4},
+        then=(),
     )
 
 

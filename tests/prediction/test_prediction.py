@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import subprocess
 
 import pytest
 
@@ -22,6 +23,8 @@ from kerasdist.prediction.profile import (
     parse_link,
 )
 from kerasdist.prediction.simulation import Places, Setup, predict
+from pace import bound
+from workers import Workers
 
 LINK = HostLink(1e-4, 1e-8)
 
@@ -214,3 +217,28 @@ def test_profiles_are_json():
             Profile.from_json(wrong)
     with pytest.raises(ValueError, match="Numbers must be positive"):
         predict(given, Setup(link=LINK, servers=0), 3)
+
+
+MEASURED = """
+import json
+from kerasdist.cluster import resolve
+from kerasdist.collectives import connect
+from kerasdist.prediction.profile import measure_link
+
+job = connect(resolve())
+print("RESULT", json.dumps(measure_link(job.communicator)))
+job.close()
+"""
+
+
+@pytest.mark.netns
+def test_a_link_between_hosts_is_measured(two_hosts):
+    """100 Mbit/s are 80 ns for each byte, and more with the headers of TCP."""
+    for host in range(2):
+        shape = "tc qdisc add dev eth0 root tbf rate 100mbit burst 20000 latency 1000ms"
+        command = [*two_hosts.prefix(host), *shape.split()]
+        subprocess.run(command, check=True, timeout=bound(30))
+    hosts = {"cluster": two_hosts.addresses, "prefix": two_hosts.prefix}
+    (latency, byte), _ = Workers(MEASURED, 2, **hosts).results()
+    assert 78e-9 < byte < 120e-9
+    assert 0 < latency < 0.1

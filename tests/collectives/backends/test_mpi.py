@@ -93,6 +93,7 @@ def test_contract_of_communicators(mpirun, tmp_path, size):
     assert code == 0, output
 
 
+@pytest.mark.soak
 def test_training_needs_no_other_settings(mpirun, tmp_path):
     code, output = run(mpirun, tmp_path, ALL_TRANSPORTS, 2, "auto", 1, "graph")
     assert code == 0, output
