@@ -239,14 +239,12 @@ class MpiCommunicator(CheckedCommunicator):
         self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
-        timer = None if self._recorder is None else SpanTimer(self._recorder)
+        timer = SpanTimer(self._recorder)
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
-        if timer is not None:
-            timer.end("pack", flat.nbytes)
+        timer.end("pack", flat.nbytes)
         self._barrier(call, deadline)
-        if timer is not None:
-            timer.end("wait")
+        timer.end("wait")
         if dtype.name in ("float16", "bfloat16"):
             return self._floats(flat.astype(np.float32), op, deadline).astype(dtype)
         if dtype.kind == "f":

@@ -230,23 +230,20 @@ class RingCommunicator(CheckedCommunicator):
     ) -> Array:
         elements, dtype, op = source.elements, source.dtype, call.op
         size = elements * dtype.itemsize
-        timer = None if self._recorder is None else SpanTimer(self._recorder)
+        timer = SpanTimer(self._recorder)
         flat = self._results.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
-        if timer is not None:
-            timer.end("pack", size)
+        timer.end("pack", size)
         combine = reducer(op)
         if self.size > 1 and sends_whole(size, self.size):
             inputs = np.empty((self.size, elements), dtype)
             inputs[self.rank] = flat
             self._gather([octets(row) for row in inputs], call, deadline)
-            if timer is not None:
-                timer.skip()
+            timer.skip()
             combine(inputs[0], inputs[1], out=flat)
             for row in inputs[2:]:
                 combine(flat, row, out=flat)
-            if timer is not None:
-                timer.end("reduce", size * (self.size - 1))
+            timer.end("reduce", size * (self.size - 1))
             return flat
         view = octets(flat)
         width = dtype.itemsize
@@ -256,13 +253,11 @@ class RingCommunicator(CheckedCommunicator):
                 mine = flat[into]
                 arrived = room[: mine.size]
                 self._pass_on(_part(view, out, width), octets(arrived), call, deadline)
-                if timer is not None:
-                    timer.skip()
+                timer.skip()
                 # The received piece is a sum over the ranks to the left: it is the
                 # first operand, so that each chunk has one order of summation.
                 combine(arrived, mine, out=mine)
-                if timer is not None:
-                    timer.end("reduce", mine.nbytes)
+                timer.end("reduce", mine.nbytes)
         for send, receive in all_gather_steps(self.rank, self.size, 1):
             for out, into in self._pieces(elements, width, send, receive):
                 self._pass_on(

@@ -236,18 +236,15 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         self._make_room(size, call, deadline)
         if size > self._small:
             return self._reduce_blocks(source, lend, call, deadline)
-        timer = None if self._recorder is None else SpanTimer(self._recorder)
+        timer = SpanTimer(self._recorder)
         flat = self._results.empty(elements, dtype)
         inputs = [place.view(dtype) for place in self._places(size)]
         source.copy_to(inputs[self.rank], 0, elements)
-        if timer is not None:
-            timer.end("pack", size)
+        timer.end("pack", size)
         self._synchronize(call, deadline)
-        if timer is not None:
-            timer.skip()
+        timer.skip()
         _combine(inputs, flat, call.op)
-        if timer is not None:
-            timer.end("reduce", size * (self.size - 1))
+        timer.end("reduce", size * (self.size - 1))
         return flat
 
     def _reduce_blocks(
@@ -265,7 +262,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         lent = None
         if lend:
             self._notes[self.rank][0] = self.lent.note()
-        timer = None if self._recorder is None else SpanTimer(self._recorder)
+        timer = SpanTimer(self._recorder)
         # Of each block the packed inputs, by rank.
         blocks: list[tuple[slice, list[Array]]] = []
         for stage in range(count + 2):
@@ -277,16 +274,14 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                     flat = self._results.empty(elements, dtype)
                 else:
                     flat = lent.view(dtype)
-                if timer is not None:
-                    timer.skip()
+                timer.skip()
             if stage > 1 and lent is None:
                 block, places = blocks[stage - 2]
                 for rank in others:
                     part = _chunk(block, self.size, rank)
                     mine, theirs = flat[part], places[rank][_within(part, block)]
                     combine_arrays(mine, theirs, stream=stream)
-                if timer is not None:
-                    timer.end("receive", (block.stop - block.start) * dtype.itemsize)
+                timer.end("receive", (block.stop - block.start) * dtype.itemsize)
             if 0 < stage <= count:
                 block, places = blocks[stage - 1]
                 part = _chunk(block, self.size, self.rank)
@@ -306,8 +301,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                         combine(reduced, places[rank][within], out=reduced)
                     if others[1:] and copy is not None:
                         combine_arrays(copy, reduced, stream=stream)
-                if timer is not None:
-                    timer.end("reduce", (part.stop - part.start) * dtype.itemsize)
+                timer.end("reduce", (part.stop - part.start) * dtype.itemsize)
             if stage < count:
                 block = equal_part(elements, count, stage)
                 length = block.stop - block.start
@@ -324,12 +318,10 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                     (mine[own.stop :], part.stop, block.stop),
                 ):
                     source.copy_to(out, start, stop, stream=stream)
-                if timer is not None:
-                    timer.end("pack", length * dtype.itemsize)
+                timer.end("pack", length * dtype.itemsize)
             if stage <= count:
                 self._synchronize(call, deadline)
-                if timer is not None:
-                    timer.skip()
+                timer.skip()
         return flat
 
     def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:

@@ -173,11 +173,10 @@ def unpack_header(
             version=version,
         )
     try:
-        return (
-            FrameType(kind),
-            length,
-            Call(sequence, KINDS[k], OPS[o], DTYPES[d], elements, detail, root),
-        )
+        call = Call(sequence, KINDS[k], OPS[o], DTYPES[d], elements, detail, root)
+        if call.kind == "all_reduce" and call.op == "none":
+            raise ValueError
+        return FrameType(kind), length, call
     except (ValueError, IndexError):
         raise ProtocolError(
             "A frame's header is damaged. "

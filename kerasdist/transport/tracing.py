@@ -1,8 +1,8 @@
 """Tracing of communication: the names of spans, and the recorder protocol.
 
 A communicator has a recorder while one is registered (`Communicator.add_recorder`);
-else None, and the only cost is that test. A span has one of these names; the others are
-within the collective's own:
+else None, and a span costs a test. A span has one of these names; the others are within
+the collective's own:
 
     all_reduce, ...     one collective, see `framing.KINDS`, e.g. a bucket of gradients
     push_pull           one exchange of weights with parameter servers
@@ -72,17 +72,18 @@ class SpanTimer:
 
     def __init__(self, recorder: Recorder | None) -> None:
         self._recorder = recorder
-        self._begin = now()
+        self._begin = 0 if recorder is None else now()
 
     def end(
         self, name: str, size: int = 0, what: object = "", until: int | None = None
     ) -> None:
         """Record the time since the last call, until now or `until`, as one span."""
-        end = now() if until is None else until
         if self._recorder is not None:
+            end = now() if until is None else until
             self._recorder.add(name, self._begin, end, size, what)
-        self._begin = end
+            self._begin = end
 
     def skip(self) -> None:
         """Leave out the time since the last call: it is recorded elsewhere."""
-        self._begin = now()
+        if self._recorder is not None:
+            self._begin = now()

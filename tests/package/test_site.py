@@ -2,7 +2,6 @@ import functools
 import html
 import os
 import re
-import subprocess
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 
 import kerasdist
 from browser import chromium, need, need_browser, served
-from pace import bound
 from places import ROOT
 from waiting import wait_until
+from workers import ended
 
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 _PICTURE = """
@@ -37,15 +36,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     missing = None if MKDOCS.is_file() else "there is no mkdocs in .venv-docs"
     need(missing, "make docs")
     folder = tmp_path_factory.mktemp("site") / "site"
-    done = subprocess.run(
-        [str(MKDOCS), "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=bound(120),
-        check=False,
-    )
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    build = (MKDOCS, "build", "--strict", "--site-dir", folder)
+    done = ended(*build, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

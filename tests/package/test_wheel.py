@@ -1,6 +1,5 @@
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -11,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import kerasdist._version
-from pace import bound
 from places import ROOT
-from workers import python_env
+from workers import ended, python_env
 
 VERSION = kerasdist._version.__version__
 PURE = f"kerasdist-{VERSION}-py3-none-any.whl"
@@ -26,16 +24,9 @@ print(importlib.util.find_spec("kerasdist.callbacks").origin)
 
 
 def run(*command, cwd, **env):
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        # Without PYTHONPATH: what is imported must be what was installed.
-        env={k: v for k, v in python_env(env).items() if k != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=bound(120),
-        check=False,
-    )
+    # Without PYTHONPATH: what is imported must be what was installed.
+    env = {k: v for k, v in python_env(env).items() if k != "PYTHONPATH"}
+    done = ended(*command, cwd=cwd, env=env)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 

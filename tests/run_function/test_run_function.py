@@ -23,7 +23,7 @@ import kerasdist
 from kerasdist import errors
 from kerasdist.run_function import launcher as files
 from launching import Launcher, launcher_in
-from pace import bound
+from workers import ended
 
 
 @pytest.fixture
@@ -39,15 +39,7 @@ def _temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_script(launcher: Launcher, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=launcher.folder,
-        env=launcher.env,
-        capture_output=True,
-        text=True,
-        timeout=bound(120),
-        check=False,
-    )
+    return ended(sys.executable, *args, cwd=launcher.folder, env=launcher.env)
 
 
 @functools.cache

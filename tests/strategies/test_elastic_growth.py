@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 from elastic_jobs import elastic_script
-from soak import soak
 
 from workers import Workers
 
@@ -54,7 +53,8 @@ print("RESULT", json.dumps([
 """)
 
 
-@pytest.mark.parametrize(("start", "size"), [(1, 2), soak(2, 3)])
+@pytest.mark.soak
+@pytest.mark.parametrize(("start", "size"), [(1, 2), (2, 3)])
 def test_the_numbers_are_those_of_one_process(tmp_path, start, size):
     args = [str(start), str(size), str(tmp_path)]
     (alone,) = Workers(SCRIPT, 1, args, env={"TF_CONFIG": None}).results()

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from elastic_jobs import differences, fail_on, lossy_job
 from moments import Fault
-from soak import but_soak, soak
 
 from places import SCRIPTS_PATH
 from workers import Workers
@@ -236,12 +235,14 @@ def check(ours, options, folder):
     fail_on(differences(*compared))
 
 
-@pytest.mark.parametrize("name", [*map(soak, MOMENTS)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MOMENTS)
 def test_lost_at_a_moment(name, tmp_path):
     run(MOMENTS[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", but_soak(["dataset"], MOMENTS))
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MOMENTS)
 def test_lost_at_a_moment_with_servers(name, tmp_path):
     run(MOMENTS[name], tmp_path, servers=2)
 

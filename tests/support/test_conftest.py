@@ -1,12 +1,10 @@
 import shutil
-import subprocess
 import sys
 
 import pytest
 
-from pace import bound
 from places import SUPPORT, TESTS
-from workers import python_env
+from workers import ended
 
 # Each of these tests leaves something behind; the last doesn't.
 BAD = """
@@ -76,15 +74,8 @@ def test_what_is_left_behind_fails_the_test_and_is_named(tmp_path):
     (tmp_path / "test_bad.py").write_text(BAD)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = netns\n")
 
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_bad.py"],
-        cwd=tmp_path,
-        env=python_env(),
-        capture_output=True,
-        text=True,
-        timeout=bound(120),
-        check=False,
-    )
+    command = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_bad.py")
+    done = ended(*command, cwd=tmp_path)
 
     # Every test body passes; the check afterwards is an error.
     assert "9 passed, 8 errors" in done.stdout, done.stdout + done.stderr

@@ -193,15 +193,16 @@ def python_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {k: v for k, v in env.items() if "OPTIMIZED" not in env or k not in _LIGHT}
 
 
+def ended(
+    *command: str | Path, within: float = 120.0, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """A command with its output, at its end; `more`: see `subprocess.run`."""
+    more = {"env": python_env(), "capture_output": True, "text": True, **more}
+    return subprocess.run(command, timeout=bound(within), check=False, **more)
+
+
 def output_of(*command: str | Path, within: float = 150.0, **extra: str) -> str:
-    done = subprocess.run(
-        command,
-        env=python_env(extra),
-        capture_output=True,
-        text=True,
-        timeout=bound(within),
-        check=False,
-    )
+    done = ended(*command, within=within, env=python_env(extra))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

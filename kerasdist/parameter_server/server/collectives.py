@@ -35,7 +35,7 @@ from kerasdist.parameter_server.membership import Membership, WorkerRecord
 from kerasdist.parameter_server.served_table import Place
 from kerasdist.parameter_server.tables import ServedTables
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import OPS, Call
+from kerasdist.transport.framing import Call
 
 # The admission of late-joining workers at epoch boundaries.
 #
@@ -419,7 +419,7 @@ class ServerCollectives:
             return []
         inputs = [arrays[0] for arrays in brought]
         out = self._buffers.empty(inputs[0].size, inputs[0].dtype)
-        _reduce(inputs, reducer(call.op if call.op in OPS[1:] else "sum"), out)
+        _reduce(inputs, reducer(call.op), out)
         return [out]
 
 

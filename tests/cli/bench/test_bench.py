@@ -6,6 +6,7 @@ import pytest
 
 from kerasdist import cli
 from kerasdist.cli import first_fit as worker
+from workers import Workers
 
 _SCRIPT = """
 import sys
@@ -32,39 +33,50 @@ print("AFTER", flush=True)
 _PARTS = ("input", "compute", "update", "outside")
 
 
-def _bench(launcher, *arguments):
-    folder = launcher.folder / "folder"
+@pytest.fixture
+def script(tmp_path):
+    folder = tmp_path / "folder"
     folder.mkdir()
-    (folder / "train.py").write_text(_SCRIPT)
     (folder / "beside.py").write_text("ROWS = 640")
+    (folder / "train.py").write_text(_SCRIPT)
+    return folder / "train.py"
+
+
+def _check_report(report, said):
+    assert "__main__ ['ring', '1000']\n" in said
+    assert " - loss: " in said
+    for text in ("AFTER", "Traceback", "how this job scales"):
+        assert text not in said
+    assert report.startswith("kerasdist: how this job scales\n")
+    assert "loss" not in report
+    assert "\n  workers             2\n" in report
+    assert "\n  global batch        16\n" in report
+    assert "\n  scaling efficiency " in report
+    assert "\n  a step:\n" in report
+    for part in _PARTS:
+        assert f"\n    {part} " in report
+
+
+@pytest.mark.soak
+def test_the_command(launcher, script):
     launcher.verb = "bench"
-    code, out, err = launcher.run(*arguments, within=180.0)
+    options = ("-n", 2, "--steps", 60, script, "ring", 1000)
+    code, out, err = launcher.run(*options, within=180.0)
+    assert code == 0, err
     launcher.nothing_runs()
     assert not (launcher.folder / "never").exists()
-    return code, out, err
+    _check_report(out, err)
 
 
-def _check_report(out, err, workers):
-    assert "AFTER" not in out + err
-    assert out.startswith("kerasdist: how this job scales\n")
-    assert "loss" not in out
-    assert " - loss: " in err
-    assert f"\n  workers             {workers}\n" in out
-    assert "\n  a step:\n" in out
-    for part in _PARTS:
-        assert f"\n    {part} " in out
-    assert "Traceback" not in err
-    assert "how this job scales" not in err
-
-
-def test_steps_end_in_the_midst_of_fit(launcher):
-    script = ("folder/train.py", "ring", 1000)
-    code, out, err = _bench(launcher, "-n", 2, "--steps", 60, *script)
-    assert code == 0, err
-    assert "__main__ ['ring', '1000']\n" in err
-    _check_report(out, err, 2)
-    assert "\n  global batch        16\n" in out
-    assert "\n  scaling efficiency " in out
+def test_steps_end_in_the_midst_of_fit(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main = "import keras\nfrom kerasdist.cli.first_fit import main\nmain()"
+    args = ["bench", "60", str(script), "ring", "1000"]
+    chief, other = Workers(main, 2, args).run()
+    said, begin, report = chief.output.partition("kerasdist: how this job scales\n")
+    _check_report(begin + report, said)
+    assert "AFTER" not in other.output
+    assert not (tmp_path / "never").exists()
 
 
 def test_no_fit_is_an_error(tmp_path, monkeypatch):

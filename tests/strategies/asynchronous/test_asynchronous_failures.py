@@ -51,7 +51,8 @@ result([digests.found, history.history, evaluated, again.history, digest(m)])
 """
 
 
-@pytest.mark.parametrize("fault", ["SIGKILL", soak("SIGSTOP")])
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_the_others_go_on_without_a_lost_worker(fault):
     env = {"FAULT": fault, "HEARTBEAT": "3" if fault == "SIGSTOP" else "30"}
     with asynchronous.job(LOST, 5, env=env) as job:

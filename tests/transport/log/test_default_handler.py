@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -17,7 +16,7 @@ from kerasdist.transport.log import format_fault, level_fault
 from pace import bound
 from places import ROOT
 from waiting import wait_until
-from workers import python_env
+from workers import ended, python_env
 
 SAY = """
     from kerasdist.transport import log
@@ -29,14 +28,8 @@ SAY = """
 
 def stderr_of(script, code=0, **env):
     """What a script without TensorFlow writes to standard error, in lines."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env=python_env(env),
-        capture_output=True,
-        text=True,
-        timeout=bound(60),
-        check=False,
-    )
+    command = (sys.executable, "-c", textwrap.dedent(script))
+    done = ended(*command, env=python_env(env))
     assert (done.returncode, done.stdout) == (code, "")
     return done.stderr.splitlines()
 

@@ -14,6 +14,7 @@ from ssh import SshHosts
 from launching import HANG, PRELUDE
 from pace import bound
 from waiting import wait_until
+from workers import ended
 
 ROOT = Path(__file__).parents[4]
 _WHY_NOT = SshHosts.available()
@@ -309,15 +310,8 @@ def test_a_function_runs_on_hosts(hosts, launcher):
     """The function and its results travel through ssh; no file is shared for them."""
     (launcher.folder / "script.py").write_text(FUNCTION)
     addresses = f"{hosts.address(0)} {hosts.address(1)}"
-    done = subprocess.run(
-        [*hosts.prefix(0), sys.executable, "script.py", addresses, hosts.ssh],
-        cwd=launcher.folder,
-        env=launcher.env,
-        capture_output=True,
-        text=True,
-        timeout=bound(90),
-        check=False,
-    )
+    command = (*hosts.prefix(0), sys.executable, "script.py", addresses, hosts.ssh)
+    done = ended(*command, cwd=launcher.folder, env=launcher.env)
     assert done.returncode == 0, done.stdout + done.stderr
     launcher.nothing_runs()
     assert done.stdout == "I am 0\nresults True\n"

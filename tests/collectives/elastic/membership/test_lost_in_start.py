@@ -119,7 +119,6 @@ def test_half_of_the_workers_dont_start_not_even_with_the_chief(tmp_path):
     assert missing == [1]
 
 
-@pytest.mark.soak
 def test_a_job_grows(tmp_path):
     """Tasks beyond those of the start join whenever they are started."""
     late = {"0": bound(0.2), "1": bound(0.2), "3": bound(1.0)}
