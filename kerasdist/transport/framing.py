@@ -175,7 +175,7 @@ def unpack_header(
     try:
         call = Call(sequence, KINDS[k], OPS[o], DTYPES[d], elements, detail, root)
         if call.kind == "all_reduce" and call.op == "none":
-            raise ValueError
+            raise ValueError  # nobody could reduce anything
         return FrameType(kind), length, call
     except (ValueError, IndexError):
         raise ProtocolError(
