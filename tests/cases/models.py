@@ -99,7 +99,6 @@ def embedding(scope: Scope) -> Numbers:
         embedded_words,
         arrays=four_words(51),
         compiled=lambda: {"optimizer": "adam"},
-        then=(),
     )
 
 
@@ -116,7 +115,6 @@ def accumulation_of_slices(scope: Scope) -> Numbers:
             )
         },
         fit={"batch_size": 4},
-        then=(),
     )
 
 

@@ -157,7 +157,7 @@ def test_the_sdist_holds_the_documents(dist):
     assert names >= {*documents, "callbacks/__init__.py", "pyproject.toml", "setup.py"}
 
 
-def test_the_installed_wheel_is_imported_and_runs(installed, tmp_path):
+def test_the_installed_wheel_is_found_and_runs(installed, tmp_path):
     # Without TensorFlow, whose import takes longer than all else here.
     script = FIND + "import kerasdist as k; print(k.__file__, k.__version__)"
     shown = run(str(installed / "python"), "-c", script, cwd=tmp_path)
@@ -168,6 +168,18 @@ def test_the_installed_wheel_is_imported_and_runs(installed, tmp_path):
     assert "usage: kerasdist" in run(
         str(installed / "kerasdist"), "--help", cwd=tmp_path
     )
+
+
+@pytest.mark.soak
+def test_all_of_the_installed_wheel_is_imported(installed, tmp_path):
+    script = """if True:
+        import kerasdist, kerasdist.callbacks
+        print(kerasdist.__version__, kerasdist.RingStrategy.__name__)
+        print(kerasdist.__file__, kerasdist.callbacks.__file__)
+    """
+    shown = run(str(installed / "python"), "-c", script, cwd=tmp_path).split()
+    assert shown[:2] == [VERSION, "RingStrategy"]
+    assert all(path.startswith(str(installed.parent)) for path in shown[2:])
 
 
 @pytest.mark.soak
