@@ -51,6 +51,9 @@ core
             output_gradients, ...)
     global_batch.step_state.assign
         $TENSORFLOW.core.Variable._direct_assign(self, value)
+    global_batch.step_state.update_plain
+        tensorflow.python.distribute.values._on_write_update_replica(var, update_fn, \
+            value, ...)
     # Optimizers.
     training.optimizers.apply
         $OPTIMIZER.apply(self, grads, trainable_variables)

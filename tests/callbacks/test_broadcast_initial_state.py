@@ -1,10 +1,14 @@
+from types import SimpleNamespace
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from scripts import with_prelude
 
 import kerasdist
 from kerasdist.callbacks import BroadcastInitialState
+from kerasdist.strategies.reduce.initial_state import share_state
 from workers import Workers
 
 COMMON = with_prelude("""
@@ -192,6 +196,17 @@ def test_the_table_of_servers_takes_it_too():
     assert zero[4] == one[4]
     for refused in (zero[5], one[5]):
         assert "callbacks=on rank 0 []; on rank 1 [ScalingTensorBoard]." in refused
+
+
+def test_copies_that_differ_alike_on_all_ranks():
+    others = SimpleNamespace(
+        size=2, ranks=[0, 1], broadcast=lambda values, root: values
+    )
+    others.all_gather = lambda mine: [mine, mine]
+    workers = SimpleNamespace(communicator=others, copies=lambda held: held)
+    copies = [tf.Variable([1.0]), tf.Variable([2.0])]
+    assert share_state(workers, [copies], 0).differed == 1
+    assert [copy.numpy().tolist() for copy in copies] == [[1.0], [1.0]]
 
 
 def test_one_worker_and_none(said):

@@ -269,8 +269,14 @@ def functions_that_mix_rows_in_eager_steps(scope: Scope) -> Numbers:
 class Kept(layers.Layer):
     """Counts rows and steps, and keeps extremes, a codebook's sums and a histogram."""
 
+    def __init__(self, *, plain: bool = False) -> None:
+        super().__init__()
+        self.plain = plain  # variables of TensorFlow
+
     def build(self, shape: Any) -> None:
         def add(name: str, shape: Any = (), dtype: str = "float32") -> Any:
+            if self.plain:
+                return tf.Variable(tf.ones(shape, dtype))
             return self.add_weight(
                 shape=shape, dtype=dtype, initializer="ones", trainable=False, name=name
             )
@@ -282,7 +288,7 @@ class Kept(layers.Layer):
             add("m", (3, 4)),
             add("e", (3, 4)),
         )
-        self.histogram, self.mean = add("h", (3,), "int32"), add("mean")
+        self.histogram, self.counts = add("h", (3,), "int32"), add("counts", (5,))
 
     def call(self, x: Any, training: bool = False) -> Any:
         book = tf.convert_to_tensor(self.book) + tf.range(12.0)[:, None][:3] * 0.1
@@ -301,19 +307,27 @@ class Kept(layers.Layer):
             self.histogram.assign_add(
                 tf.math.bincount(tf.cast(nearest, tf.int32), minlength=3, maxlength=3)
             )
+            where, ones = nearest[:, None], tf.ones_like(nearest, tf.float32)
+            counts = tf.convert_to_tensor(self.counts)
+            self.counts.assign(tf.tensor_scatter_nd_add(counts, where, ones))
+            if self.plain:
+                self.counts.scatter_add(tf.IndexedSlices(0.5 * ones, nearest))
         return x + 0.1 * tf.matmul(chosen, book) / self.largest
 
 
 @case
 def state_of_layers(scope: Scope) -> Numbers:
     x, y = data(24)
+    plain = Kept(plain=True)
 
     def build() -> keras.Model:
-        return chain((5,), layers.Dense(4), Kept(), layers.Dense(3))
+        return chain((5,), layers.Dense(4), Kept(), plain, layers.Dense(3))
 
     model = jobs.compiled_in(scope, build, **CROSSENTROPY)
     found: Numbers = {}
     for number in range(2):
         history = model.fit(x, y, batch_size=12, epochs=2, shuffle=False, verbose=0)
         found[f"loss {number}"] = history.history["loss"]
-    return {**found, **{v.path: v.numpy() for v in model.variables}}
+    variables = [(n, v) for n, v in vars(plain).items() if isinstance(v, tf.Variable)]
+    variables += [(v.path, v) for v in model.variables]
+    return {**found, **{name: v.numpy() for name, v in variables}}

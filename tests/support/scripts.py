@@ -81,6 +81,21 @@ def with_prelude(script: str) -> str:
     return PRELUDE + script
 
 
+# A job whose workers end each other; needs the variable FOLDER.
+ELASTIC = """
+os.chdir(os.environ["FOLDER"])
+strategy = kerasdist.RingStrategy(elastic=True, heartbeat_timeout=5)
+me = strategy.rank
+x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+y = (x.sum(1) > 0).astype("int64")
+keras.utils.set_random_seed(3)
+with strategy.scope():
+    model = keras.Sequential([
+        keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.5, momentum=0.9), loss, metrics=["accuracy"])
+"""
+
 # Needs `strategy`.
 NOTING = """
 trained = []

@@ -26,6 +26,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import ROWS, Kind, LossKinds, Whole
+from kerasdist._keras.protocols import current_hooks
 from kerasdist._tf.patching import Original
 
 
@@ -35,14 +36,22 @@ def keep_loss_unscaled(original: Original, value: Any) -> Any:
     Keras divides by the number of replicas, which is right only for equal parts and for
     Keras's own losses. In a step the gradients are weighted instead.
     """
-    return value if current.rows is not None else original(value)
+    return value if _is_whole() or current.rows is not None else original(value)
 
 
 def reported_loss(original: Original, value: Any) -> Any:
     """Replace `unscale_loss_for_distribution`: record the loss of the global batch."""
     if current.rows is None:
-        return original(value)
+        return value if _is_whole() else original(value)
     return _as_mean(value, "The result of `compute_loss`")
+
+
+def _is_whole() -> bool:
+    """Return whether a loss is of a whole batch, in a loop outside of `strategy.run`.
+
+    See `unscoped_models`.
+    """
+    return current_hooks() is not None and tf.distribute.in_cross_replica_context()
 
 
 def reduce_values(

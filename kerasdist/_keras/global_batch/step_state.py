@@ -15,7 +15,8 @@ this replica's rows made of it. The update is read from the graph, where it's as
         a function, as above          of all replicas; the first one writes it, others 0
         anything else                 left as it is, with a line
 
-Keras's own layers and metrics aren't looked at.
+Keras's own layers and metrics aren't looked at. A `tf.Variable` that a layer holds as
+an attribute is the layer's like one of `add_weight`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,48 @@ def assign(original: Original, variable: Any, value: Any) -> Any:
         return held.assign(tf.cast(value, held.dtype), read_value=False)
     if state is None or current.reduced or outside:
         return original(variable, value)
-    return original(variable, state.written(variable, value))
+    return original(variable, state.written(variable, held, value))
+
+
+def update_plain(
+    original: Original, variable: Any, update: Any, value: Any, **more: Any
+) -> Any:
+    """Replace `_on_write_update_replica`: likewise for a `tf.Variable` of a script."""
+    state = current.state
+    if (
+        state is None
+        or current.reduced
+        or not state.knows(variable)
+        or variable.aggregation != tf.VariableAggregation.NONE
+    ):
+        return original(variable, update, value, **more)
+    try:
+        value = update(_NewValue(_tf.copy_here(variable)), value)
+    except AttributeError:  # `scatter_max` or the like
+        state.leave(variable)
+        return original(variable, update, value, **more)
+    value = state.written(variable, variable, value)
+    return original(variable, lambda v, x, **k: v.assign(x, **k), value, **more)
+
+
+class _NewValue:
+    """A stand-in for a variable, of which an update returns the new value."""
+
+    def __init__(self, copy: Any) -> None:
+        self._copy = copy
+
+    def assign(self, value: Any) -> Any:
+        return tf.convert_to_tensor(value, self._copy.dtype)
+
+    def assign_add(self, value: Any) -> Any:
+        return self._copy.read_value() + value
+
+    def assign_sub(self, value: Any) -> Any:
+        return self._copy.read_value() - value
+
+    def scatter_add(self, slices: Any) -> Any:
+        indices = slices.indices[:, tf.newaxis]
+        return _with_rows_added(self._copy.read_value(), indices, slices.values)
 
 
 class StepState:
@@ -69,7 +111,8 @@ class StepState:
     ) -> None:
         self._hooks = hooks
         self._rows = rows
-        self._layers: dict[int, str] = {}
+        # The layers, and the variables' names there.
+        self._layers: dict[int, tuple[str, str]] = {}
         self._metrics: dict[int, str] = {}
         metrics = _metrics_of(trainer.metrics)
         for metric in metrics:
@@ -79,43 +122,59 @@ class StepState:
         for layer in trainer._flatten_layers() if training else ():
             if not is_of_keras(layer) and not getattr(layer, "stateful", False):
                 for variable in getattr(layer, "_non_trainable_variables", ()):
-                    self._layers[id(variable)] = layer.name
+                    self._layers[id(variable)] = layer.name, variable.name
+                for name, variable in plain_variables(layer):
+                    self._layers[id(variable)] = layer.name, name
         self._kinds: LossKinds | None = None
 
-    def written(self, variable: Any, value: Any) -> Any:
-        """Return what this replica writes in place of a value."""
+    def knows(self, variable: Any) -> bool:
+        """Return whether a variable is one of a layer of the script's."""
+        return id(variable) in self._layers
+
+    def written(self, variable: Any, held: Any, value: Any) -> Any:
+        """Return what this replica writes in place of a value.
+
+        Args:
+            variable: Keras's variable, or one of TensorFlow that a layer holds.
+            held: TensorFlow's variable. Not `variable.value`, which mixed precision
+                casts.
+            value: The value.
+        """
         metric = self._metrics.get(id(variable))
-        layer = self._layers.get(id(variable))
-        if metric is None and layer is None:
+        if metric is None and not self.knows(variable):
             return value
-        # Not `variable.value`, which mixed precision casts.
-        value = tf.cast(value, variable._value.dtype)
+        value = tf.cast(value, held.dtype)
         if metric is not None:
             return self._of_metric(metric, variable, value)
         if not _tf.executing_eagerly():
+            value = _as_sum(value)
             kind = self.kinds.of(value)
             if kind == CONSTANT or (kind == Kind(0) and value.dtype.is_floating):
                 return value
             whole = self.kinds.of_all(value, self._reduce)
             if whole is not None:
                 return whole
-            added = _added_to(value, _tf.copy_here(variable._value).handle)
+            added = _added_to(value, _tf.copy_here(held).handle)
             if added is not None and value.dtype.is_integer:
                 # A count, of whatever: by an operation that isn't known.
                 (total,) = self._reduce([added], [Kind(1)])
-                return variable._value.read_value() + total
+                return held.read_value() + total
         elif value.dtype.is_floating:
             return value  # averaged
-        CHIEFS_STATE.set(variable, True)
-        self._hooks.log_once(
-            f"state {variable.path}",
-            f"kerasdist: what the layer {layer!r} writes to its variable "
-            f"{variable.name!r} isn't known to be made of sums, means and extremes of "
-            "a batch's rows. Each replica writes what its own rows make of it, and the "
-            "chief's value counts at the end of an epoch: it may differ from that of "
-            "one process.",
-        )
+        self.leave(variable)
         return value
+
+    def leave(self, variable: Any) -> None:
+        """Let each replica write its own; the chief's counts at the end of an epoch."""
+        CHIEFS_STATE.set(variable, True)
+        layer, name = self._layers[id(variable)]
+        self._hooks.log_once(
+            f"state {layer}/{name}",
+            f"kerasdist: what the layer {layer!r} writes to its variable {name!r} "
+            "isn't known to be made of sums, means and extremes of a batch's rows. "
+            "Each replica writes what its own rows make of it, and the chief's value "
+            "counts at the end of an epoch: it may differ from that of one process.",
+        )
 
     def _of_metric(self, metric: str, variable: Any, value: Any) -> Any:
         if _tf.executing_eagerly():
@@ -185,6 +244,27 @@ def _metrics_of(metrics: Iterable[Any]) -> list[Any]:
 def is_of_keras(owner: Any) -> bool:
     """Return whether a layer or metric is Keras's own, not a subclass of a script."""
     return type(owner).__module__.startswith(keras.__name__ + ".")
+
+
+def plain_variables(layer: Any) -> list[tuple[str, Any]]:
+    """Return each `tf.Variable` of the scope that a layer holds, and its attribute."""
+    found = []
+    for name, held in vars(layer).items():
+        several = held.values() if isinstance(held, dict) else held
+        for each in several if isinstance(held, (dict, list, tuple)) else (held,):
+            if isinstance(each, tf.Variable) and is_distributed(each):
+                found.append((name, each))
+    return found
+
+
+def _as_sum(value: Any) -> Any:
+    """Return a sum in place of `tf.tensor_scatter_nd_add`."""
+    is_scattered = value.op.type == "TensorScatterAdd"
+    return _with_rows_added(*value.op.inputs) if is_scattered else value
+
+
+def _with_rows_added(tensor: Any, indices: Any, rows: Any) -> Any:
+    return tensor + tf.scatter_nd(indices, rows, tf.shape(tensor, indices.dtype))
 
 
 def _added_to(value: Any, handle: Any) -> Any | None:

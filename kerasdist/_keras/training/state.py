@@ -10,6 +10,7 @@ import keras
 from keras.src import tree
 
 from kerasdist._keras.elastic.finished_calls import numbers_of_one
+from kerasdist._keras.global_batch.step_state import is_of_keras, plain_variables
 from kerasdist._keras.learning_rate import optimizers_of
 from kerasdist._keras.placement.layers import move
 from kerasdist._keras.protocols import KerasHooks, hooks_of
@@ -97,7 +98,21 @@ def _statistics(trainer: Any) -> list[Any]:
 def chiefs_state(trainer: Any) -> list[Any]:
     """Return TensorFlow's variables of layers, of which the chief's values count."""
     found = trainer.non_trainable_variables
-    return [variable.value for variable in found if CHIEFS_STATE.get(variable)]
+    return [
+        *(variable.value for variable in found if CHIEFS_STATE.get(variable)),
+        *(each for each in _plain(trainer) if CHIEFS_STATE.get(each)),
+    ]
+
+
+def _plain(trainer: Any) -> list[Any]:
+    """Return each `tf.Variable` that a script's layers hold."""
+    found = {
+        id(variable): variable
+        for layer in trainer._flatten_layers()
+        if not is_of_keras(layer)
+        for _, variable in plain_variables(layer)
+    }
+    return list(found.values())
 
 
 def _states_of_rows(layer: Any) -> list[Any]:
@@ -110,7 +125,14 @@ def _states_of_rows(layer: Any) -> list[Any]:
 
 def statistics_of(trainer: Any) -> list[Any]:
     """Return TensorFlow's variables that each replica keeps for itself."""
-    return [variable.value for variable in _statistics(trainer)]
+    return [
+        *(variable.value for variable in _statistics(trainer)),
+        *(
+            each
+            for each in _plain(trainer)
+            if each.dtype.is_floating and not CHIEFS_STATE.get(each)
+        ),
+    ]
 
 
 def state_of(
@@ -165,7 +187,8 @@ def share_state(trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any]) -> No
 
 def whole_state(trainer: Any) -> list[Any]:
     """Return TensorFlow's variables of everything that training changes, each once."""
-    return [variable.value for variable in _all_variables(trainer)]
+    variables = [variable.value for variable in _all_variables(trainer)]
+    return [*variables, *_plain(trainer)]
 
 
 def updated_state(trainer: Any) -> list[Any]:
@@ -187,7 +210,8 @@ def state_to_give(trainer: Any) -> list[Any]:
         own.update(id(variable) for variable in own_accumulators(optimizer))
     for layer in trainer._flatten_layers():
         own.update(id(state) for state in _states_of_rows(layer))
-    return [v.value for v in _all_variables(trainer) if id(v) not in own]
+    variables = [v.value for v in _all_variables(trainer) if id(v) not in own]
+    return [*variables, *_plain(trainer)]
 
 
 @contextlib.contextmanager

@@ -78,6 +78,7 @@ def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared
         i
         for i in range(len(copies))
         if any(not np.array_equal(theirs[i], every[root][i]) for theirs in every)
+        or not every[root][i].any()
     ]
     total = 0
     for group in _groups(copies, differing):
@@ -167,13 +168,11 @@ def _check_form(communicator: Any, copies: Sequence[Sequence[Any]]) -> None:
 
 
 def _digests(copies: Sequence[Sequence[Any]]) -> Array:
-    """Return a hash of each variable, 32 bytes; of all copies if they differ."""
+    """Return a hash of each variable, 32 bytes; zeros if its copies differ."""
     rows = []
     for parts in copies:
         found = [digest_of(part) for part in parts]
-        if len(set(found)) > 1:
-            found = [hashlib.sha256(b"".join(found)).digest()]
-        rows.append(found[0])
+        rows.append(found[0] if len(set(found)) == 1 else bytes(32))
     return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), 32)
 
 

@@ -8,30 +8,19 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from scripts import with_prelude
+from scripts import ELASTIC, with_prelude
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
 from workers import Workers
 
-SCRIPT = with_prelude("""
+SCRIPT = with_prelude(
+    ELASTIC
+    + """
 from tensorflow.python.checkpoint import checkpoint
 
-os.chdir(os.environ["FOLDER"])
 ENDS = json.loads(os.environ["ENDS"])  # by rank: the moment at which it ends
-strategy = kerasdist.RingStrategy(elastic=True, heartbeat_timeout=5)
-me = strategy.rank
 moment = ENDS.get(str(me))
-x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
-y = (x.sum(1) > 0).astype("int64")
-keras.utils.set_random_seed(3)
-with strategy.scope():
-    model = keras.Sequential([
-        keras.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dense(2)])
-    model.compile(
-        keras.optimizers.SGD(0.5, momentum=0.9),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy"])
 sums = []  # at the ends of epochs
 
 def total():
@@ -95,7 +84,8 @@ result({
         for w in keras.models.load_model("user_0.keras").get_weights())),
 })
 strategy.close()
-""")
+"""
+)
 
 
 # In the midst of an epoch's callbacks, of which some have written and some haven't; in

@@ -69,7 +69,7 @@ def weights(kind, optimizer, model_scope, loop_scope, rows=slice(None)):
 
         def step(a, b):
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((b - model(a, training=True)) ** 2)
+                loss = keras.losses.MeanSquaredError()(b, model(a, training=True))
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
             metric.update_state(loss)

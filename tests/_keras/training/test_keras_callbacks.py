@@ -160,17 +160,20 @@ result([refused(lambda: fit(m, [])), int(m.optimizer.iterations)])
         assert steps == 0
 
 
-def test_weights_that_have_become_different_end_fit_with_their_names(run):
-    """After that epoch; here a callback writes to the weights of one rank."""
-    body = """
+DRIFT = """
 m = build()
+bias = m.layers[-1].bias
 class Drift(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if rank == 1 and batch == 0:
-            self.model.layers[-1].bias.assign(self.model.layers[-1].bias + 1)
-result([refused(lambda: fit(m, [Drift()])), len(m.history.epoch)])
+        if rank == 1:
+            bias.assign(CHANGED)
 """
-    for message, epochs in run(body):
+
+
+def test_weights_that_have_become_different_end_fit_with_their_names(run):
+    """After that epoch; here a callback writes to the weights of one rank."""
+    body = "result([refused(lambda: fit(m, [Drift()])), len(m.history.epoch)])"
+    for message, epochs in run(DRIFT.replace("CHANGED", "bias + 1") + body):
         assert "The workers hold different states after epoch 1." in message
         assert "1 of" in message
         assert "variables of ranks [1] differ" in message
@@ -179,16 +182,8 @@ result([refused(lambda: fit(m, [Drift()])), len(m.history.epoch)])
 
 
 def test_weights_that_differ_by_rounding_become_the_chiefs(session, tmp_path):
-    body = """
-m = build()
-class Drift(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        if rank == 1:
-            bias = self.model.layers[-1].bias
-            bias.assign(bias * (1 + 1e-6))
-fit(m, [Drift()], epochs=2)
-result(state(m))
-"""
+    body = DRIFT.replace("CHANGED", "bias * (1 + 1e-6)")
+    body += "fit(m, [Drift()], epochs=2)\nresult(state(m))"
     chief, other = session.finish(body, FOLDER=str(tmp_path))
     assert chief.result == other.result
     assert chief.output.count("1 variable differed between the workers by round") == 1
