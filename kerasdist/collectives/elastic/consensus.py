@@ -33,7 +33,7 @@ from there, unless it has accepted another one that those that live may decide a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from kerasdist.collectives.elastic.epochs import (
     Accepted,
@@ -85,31 +85,30 @@ class Attempt:
 
     Attributes:
         request: The request for promises.
-        promises: Those received.
+        promises: Those received; not to be changed.
         proposal: What is proposed; None as long as promises are missing.
         votes: Members that have accepted the proposal.
     """
 
     request: Prepare
-    promises: tuple[tuple[Member, Promise], ...] = ()
+    promises: Mapping[Member, Promise] = dataclasses.field(default_factory=dict)
     proposal: Decision | None = None
     votes: frozenset[Member] = frozenset()
 
     def awaits(self, silent: frozenset[Member]) -> bool:
         """Return whether a member in contact, or a quorum, hasn't promised yet."""
-        promised = dict(self.promises)
-        members = self.request.base.epoch.members
-        if set(members) - self.request.dead - silent - promised.keys():
+        members, dead = self.request.base.epoch.members, self.request.dead
+        if len(self.promises) + len(dead) + len(silent) < len(members):
+            return True  # each promise of many members asks
+        if set(members) - dead - silent - self.promises.keys():
             return True
-        return not self.is_quorum(promised)
+        return not self.is_quorum(self.promises)
 
     def has_no_elder(self) -> bool:
         """Return whether all elders are dead, and all others have promised."""
         epoch = self.request.base.epoch
         others = set(epoch.members) - self.request.dead
-        return (
-            epoch.elders <= self.request.dead and others <= dict(self.promises).keys()
-        )
+        return epoch.elders <= self.request.dead and others <= self.promises.keys()
 
     def is_quorum(self, voters: Collection[Member]) -> bool:
         """Return whether `voters` may decide."""
@@ -119,14 +118,14 @@ class Attempt:
         """Return what must be proposed, since it may have been decided already."""
         accepted = [
             promise.accepted
-            for _, promise in self.promises
+            for promise in self.promises.values()
             if promise.accepted is not None
         ]
         return max(accepted, key=lambda each: each[0])[1] if accepted else None
 
     def reports(self) -> dict[Member, SuspensionReport]:
         """Return the reports of those that have promised."""
-        return {member: promise.report for member, promise in self.promises}
+        return {member: each.report for member, each in self.promises.items()}
 
 
 # A planned change comes after this many steps, so that all members know of it in time.
@@ -327,7 +326,7 @@ class PaxosParticipant:
     def _on_promise(self, sender: Member, message: Promise) -> None:
         attempt = self._attempt
         if attempt is not None and message.ballot == attempt.request.ballot:
-            promises = tuple((dict(attempt.promises) | {sender: message}).items())
+            promises = {**attempt.promises, sender: message}
             self._attempt = dataclasses.replace(attempt, promises=promises)
             self._propose()
 
@@ -343,7 +342,7 @@ class PaxosParticipant:
             self._attempt = dataclasses.replace(attempt, proposal=proposal)
             request = attempt.request
             message = Propose(request.epoch, request.ballot, proposal)
-            self._send_all(tuple(dict(attempt.promises)), message)
+            self._send_all(tuple(attempt.promises), message)
         elif attempt.has_no_elder():
             self._stop(StopReason.NO_ELDER)
 

@@ -166,9 +166,11 @@ def is_quorum(
     voters: Collection[Member], members: tuple[Member, ...], dead: Collection[Member]
 ) -> bool:
     """Return whether `voters` may decide for `members`, of which `dead` are dead."""
-    twice = 2 * sum(member in voters for member in members)
-    if twice > len(members) or (twice == len(members) and members[0] in voters):
-        return True
+    # Among many members most questions are asked while there are too few voters.
+    if 2 * len(voters) >= len(members):
+        twice = 2 * sum(member in voters for member in members)
+        if twice > len(members) or (twice == len(members) and members[0] in voters):
+            return True
     return all(member in voters or member in dead for member in members)
 
 
@@ -228,16 +230,16 @@ def _in_contact(
         reports: The members to choose from.
         leaving: Whether those that want to leave are left out.
     """
-    chosen: list[Member] = []
+    chosen: dict[Member, None] = {}
+    missed: set[Member] = set()  # by those that are chosen
     for member in epoch.members:
         if member not in reports or (leaving and reports[member].leaving):
             continue
-        if not any(
-            other in reports[member].silent or member in reports[other].silent
-            for other in chosen
-        ):
-            chosen.append(member)
-    return chosen
+        silent = reports[member].silent
+        if member not in missed and not any(other in chosen for other in silent):
+            chosen[member] = None
+            missed |= silent
+    return list(chosen)
 
 
 # The messages between the membership machines of workers.
