@@ -176,6 +176,8 @@ def gradient(
     taken.add(reduced, WHOLE)
     for whole in reduced:
         kinds.set_constant(whole)
+        if current.state is not None:
+            current.state.kinds.set_constant(whole)
     return tf.nest.pack_sequence_as(sources, gradients)
 
 
