@@ -101,13 +101,15 @@ class CollectiveProgress:
         if sent == self._changes:
             return b""
         runs: list[list[int]] = []
+        end = last = _UNKNOWN
         for other, changed in enumerate(self._changed):
             if changed > sent:
                 number = self._places[other]
-                if runs and runs[-1][2] == number and sum(runs[-1][:2]) == other:
+                if other == end and number == last:
                     runs[-1][1] += 1
                 else:
                     runs.append([other, 1, number])
+                end, last = other + 1, number
         return b"".join(_RUN.pack(*run) for run in runs)
 
     def receive(self, payload: bytes) -> None:
