@@ -48,8 +48,8 @@ from kerasdist.transport.framing import (
     Call,
     Count,
     FrameType,
+    from_plain,
     pack_header,
-    read_record,
     to_json,
     unpack_header,
 )
@@ -177,16 +177,21 @@ def read_specs(value: Any) -> Sequence[Spec]:
     Raises:
         ProtocolError: They are damaged.
     """
-    kind = tuple[tuple[str, tuple[Count, ...]], ...]
-    specs: Sequence[Spec] = read_record(value, kind, "A list of arrays")
     try:
-        for name, shape in specs:
-            dtype_of(name)
-            if len(shape) > 32:
-                raise ValueError(f"shape {shape}")
+        return _read_specs(tuple((name, tuple(shape)) for name, shape in value))
     except (TypeError, ValueError, ImportError) as error:
         raise ProtocolError(f"A message's arrays are damaged: {error}.") from None
-    return specs
+
+
+@functools.lru_cache(maxsize=64)  # as of `_spans`
+def _read_specs(value: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Sequence[Spec]:
+    for name, shape in value:
+        dtype_of(from_plain(name, str))
+        if len(shape) > 32:
+            raise ValueError(f"shape {shape}")
+        for size in shape:
+            from_plain(size, Count)
+    return value
 
 
 def body_views(body: npt.NDArray[np.uint8], specs: Sequence[Spec]) -> list[Array]:
@@ -304,6 +309,8 @@ def memory_pair() -> tuple[MemoryChannel, MemoryChannel]:
 # authenticates all but the body.
 
 _PREFIX = struct.Struct("!IQ")
+# Of what follows a header, read by the first call of the socket.
+_TOGETHER_BYTES = 4096
 # A smaller body is sent through the socket.
 _LEAST_SHARED_BYTES = 16 << 10
 # Sockets accept no longer time-outs; a longer wait takes several.
@@ -416,23 +423,27 @@ class SocketChannel(Channel):
                 f"A {frame.name} frame has an unexpected length. Received: {length} "
                 f"bytes, expected at most {bound + MAX_CONTROL}."
             )
-        prefix = bytearray(_PREFIX.size)
-        self._fill(memoryview(prefix), deadline)
-        text_bytes, size = _PREFIX.unpack(prefix)
+        # A small message at once: a call of the socket costs more than its bytes.
+        rest = bytearray(min(length, _TOGETHER_BYTES))
+        self._fill(memoryview(rest), deadline)
+        text_bytes, size = _PREFIX.unpack_from(rest)
         if text_bytes > min(MAX_CONTROL, length - least) or size > bound:
             raise ProtocolError(
                 f"A {frame.name} frame is too long. Received: {text_bytes} bytes of "
                 f"text and {size} of numbers, expected at most {MAX_CONTROL} and "
                 f"{bound}."
             )
-        rest = bytearray(text_bytes + TAG_BYTES)
-        self._fill(memoryview(rest), deadline)
-        text, tag = rest[:text_bytes], rest[text_bytes:]
-        self._auth.check(tag, head, prefix, text)
-        meta = to_json(bytes(text))
+        end = _PREFIX.size + text_bytes
+        if len(rest) < end + TAG_BYTES:
+            more = bytearray(end + TAG_BYTES - len(rest))
+            self._fill(memoryview(more), deadline)
+            rest += more
+        self._auth.check(rest[end : end + TAG_BYTES], head, rest[:end])
+        meta = to_json(bytes(rest[_PREFIX.size : end]))
         specs = read_specs(meta.pop("arrays", []))
-        inline = length - least - text_bytes
-        body = self._body(meta, specs, size, inline, deadline)
+        begun = rest[end + TAG_BYTES :]
+        inline = length - end - TAG_BYTES
+        body = self._body(meta, specs, size, begun, inline, deadline)
         self.bytes_received += HEADER_BYTES + least + text_bytes + size
         return Message(frame, call, meta, body_views(body, specs))
 
@@ -441,6 +452,7 @@ class SocketChannel(Channel):
         meta: dict[str, Any],
         specs: Sequence[Spec],
         size: int,
+        begun: bytearray,
         inline: int,
         deadline: Deadline,
     ) -> npt.NDArray[np.uint8]:
@@ -457,7 +469,8 @@ class SocketChannel(Channel):
         if self._room.size < size:
             self._room = np.empty(size, np.uint8)
         if size:
-            self._fill(self._room[:size].data, deadline)
+            self._room[: len(begun)] = begun
+            self._fill(self._room[len(begun) : size].data, deadline)
         return self._room[:size]
 
     # Shared memory.

@@ -36,7 +36,7 @@ import socket
 import struct
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from kerasdist.errors import ProtocolError
@@ -297,6 +297,8 @@ class _WrongField(ValueError):
 
 def to_plain(value: Any) -> Any:
     """Return a value as JSON has it."""
+    if type(value) in (int, str):
+        return value
     if isinstance(value, enum.Enum):
         return value.name
     if dataclasses.is_dataclass(value):
@@ -312,7 +314,7 @@ def to_plain(value: Any) -> Any:
 
 def to_object(record: Any) -> dict[str, Any]:
     """Return a dataclass as a JSON object with its fields' names."""
-    names = [field.name for field in dataclasses.fields(record)]
+    names = type(record).__dataclass_fields__
     return {name: to_plain(getattr(record, name)) for name in names}
 
 
@@ -340,66 +342,88 @@ def from_plain(value: Any, kind: Any) -> Any:
     Raises:
         TypeError, ValueError: It isn't of that type.
     """
+    return _reader(kind)(value)
+
+
+# Every message is read by these: a type is taken apart once, not for each value.
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Return the function that reads the values of a type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
-        return value
+        return lambda value: value
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else from_plain(value, args[0])
+        other = _reader(args[0])
+        return lambda value: None if value is None else other(value)
     if origin is Annotated:
-        if from_plain(value, args[0]) >= args[1]:
-            return value
-    elif origin is typing.Literal or kind in (int, bool, str, float):
-        if _is_plain(value, kind, args):
-            return value
-    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if isinstance(value, str) and value in kind.__members__:
-            return kind[value]
-    elif origin in (dict, Mapping):
-        if isinstance(value, dict):
-            key = int if args[0] is int else str
-            return {key(k): from_plain(each, args[1]) for k, each in value.items()}
-    elif origin is frozenset or (origin is tuple and args[1:] == (...,)):
-        if isinstance(value, list):
-            return origin(from_plain(each, args[0]) for each in value)
-    elif origin is tuple:
-        if isinstance(value, list) and len(value) == len(args):
-            return tuple(from_plain(*pair) for pair in zip(value, args, strict=True))
-    elif isinstance(value, dict):
-        names = _fields(kind)
-        if typing.is_typeddict(kind):
-            return _read_fields(kind, {name: value.get(name, ...) for name in names})
-        given = {name: value[name] for name in names if name in value}
-        return kind(**_read_fields(kind, given))
-    elif isinstance(value, list) and not typing.is_typeddict(kind):
-        # With a length that differs it raises ValueError.
-        given = dict(zip(_fields(kind), value, strict=True))
-        return kind(**_read_fields(kind, given))
-    raise ValueError(f"{value!r:.100}")
-
-
-def _is_plain(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
+        number, least = _reader(args[0]), args[1]
+        return _if(lambda value: number(value) >= least)
     if kind is int:
-        return type(value) is int and -1 <= value < _MOST
+        return _if(lambda value: type(value) is int and -1 <= value < _MOST)
     if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind or (isinstance(value, str) and value in args)
+        return _if(lambda value: type(value) in (int, float) and math.isfinite(value))
+    if kind in (bool, str):
+        return _if(lambda value: type(value) is kind)
+    if origin is typing.Literal:
+        return _if(lambda value: isinstance(value, str) and value in args)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        members = kind.__members__
+        known = _if(lambda value: isinstance(value, str) and value in members)
+        return lambda value: members[known(value)]
+    if origin in (dict, Mapping):
+        key, each = int if args[0] is int else str, _reader(args[1])
+        return lambda value: {key(k): each(v) for k, v in _is_dict(value).items()}
+    if origin is frozenset or (origin is tuple and args[1:] == (...,)):
+        each = _reader(args[0])
+        return lambda value: origin(map(each, _is_list(value)))
+    if origin is tuple:
+        readers = [_reader(arg) for arg in args]
+        several = _if(lambda value: isinstance(value, list) and len(value) == len(args))
+        return lambda value: tuple(
+            read(each) for read, each in zip(readers, several(value), strict=True)
+        )
+    return functools.partial(_read_fields, kind)
 
 
-def _read_fields(kind: Any, given: dict[str, Any]) -> dict[str, Any]:
+def _if(test: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Return a function that returns what passes a test, and raises for the rest."""
+
+    def read(value: Any) -> Any:
+        if test(value):
+            return value
+        raise ValueError(f"{value!r:.100}")
+
+    return read
+
+
+_is_dict = _if(lambda value: isinstance(value, dict))
+_is_list = _if(lambda value: isinstance(value, list))
+
+
+def _read_fields(kind: Any, value: Any) -> Any:
+    readers = _field_readers(kind)
+    if typing.is_typeddict(kind):
+        given = {name: _is_dict(value).get(name, ...) for name in readers}
+    elif isinstance(value, dict):
+        given = {name: value[name] for name in readers if name in value}
+    else:
+        # With a length that differs it raises ValueError.
+        given = dict(zip(readers, _is_list(value), strict=True))
     found = {}
-    for name, value in given.items():
-        if value is ...:
+    for name, each in given.items():
+        if each is ...:
             raise _WrongField(f"{name} is missing")
         try:
-            found[name] = from_plain(value, _fields(kind)[name])
+            found[name] = readers[name](each)
         except _WrongField as error:
             raise _WrongField(f"{name}.{error}") from None
         except ValueError:
-            raise _WrongField(f"{name}={value!r:.100}") from None
-    return found
+            raise _WrongField(f"{name}={each!r:.100}") from None
+    return kind(**found)
 
 
 @functools.cache
-def _fields(kind: Any) -> dict[str, Any]:
-    """Return the types of a record's fields, in order."""
-    return typing.get_type_hints(kind, include_extras=True)
+def _field_readers(kind: Any) -> dict[str, Callable[[Any], Any]]:
+    """Return what reads a record's fields, in order."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {name: _reader(hint) for name, hint in hints.items()}

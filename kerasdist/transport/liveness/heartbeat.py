@@ -7,8 +7,8 @@
 The failure detector of a ring, the servers and their workers are the users. Data are
 sent on other connections, so neither a long transfer nor a busy process is taken for a
 lost one. The thread never calls into TensorFlow, so a long step can't stop it.
-It wakes up for each rank's heartbeats, so it looks only at connections that are ready,
-and at all of them only when one may have been silent for too long.
+It looks only at connections that are ready, and at all of them only when one may have
+been silent for too long.
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ class ControlConnection:
 
 _FLUSH_SECONDS = 1.0
 _LONGEST_POLL = 3600.0
+# With more connections than these the frames of some milliseconds are read together:
+# a wake-up of the thread costs several times what a frame does.
+_MANY, _GATHERING_MS = 64, 25
 _NO_CALL = Call(0)
 
 Frame = tuple[FrameType, Call, bytes]
@@ -182,6 +185,8 @@ class Heartbeat:
         self._woken.setblocking(False)
         self._epoll = select.epoll()
         self._epoll.register(self._woken, select.EPOLLIN)
+        self._pause = select.poll()
+        self._pause.register(self._woken, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -330,6 +335,8 @@ class Heartbeat:
         if ending:
             self._flush_all(time.monotonic() + _FLUSH_SECONDS)
             return None
+        if most > _MANY:
+            self._pause.poll(_GATHERING_MS)  # `wake` ends it
         try:
             events = self._epoll.poll(max(0.0, min(seconds, _LONGEST_POLL)), most)
         except (OSError, ValueError):  # `close` has closed it since
