@@ -115,7 +115,7 @@ def show(report: Report, samples: Samples, sizes: tuple[int, ...]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     sizes, counts, rounds = SIZES, CLIENTS, options.rounds
     if options.quick:
