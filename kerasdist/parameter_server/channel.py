@@ -48,8 +48,8 @@ from kerasdist.transport.framing import (
     Call,
     Count,
     FrameType,
-    from_plain,
     pack_header,
+    read_record,
     to_json,
     unpack_header,
 )
@@ -177,21 +177,16 @@ def read_specs(value: Any) -> Sequence[Spec]:
     Raises:
         ProtocolError: They are damaged.
     """
+    kind = tuple[tuple[str, tuple[Count, ...]], ...]
+    specs: Sequence[Spec] = read_record(value, kind, "A list of arrays")
     try:
-        return _read_specs(tuple((name, tuple(shape)) for name, shape in value))
+        for name, shape in specs:
+            dtype_of(name)
+            if len(shape) > 32:
+                raise ValueError(f"shape {shape}")
     except (TypeError, ValueError, ImportError) as error:
         raise ProtocolError(f"A message's arrays are damaged: {error}.") from None
-
-
-@functools.lru_cache(maxsize=64)  # as of `_spans`
-def _read_specs(value: tuple[tuple[Any, tuple[Any, ...]], ...]) -> Sequence[Spec]:
-    for name, shape in value:
-        dtype_of(from_plain(name, str))
-        if len(shape) > 32:
-            raise ValueError(f"shape {shape}")
-        for size in shape:
-            from_plain(size, Count)
-    return value
+    return specs
 
 
 def body_views(body: npt.NDArray[np.uint8], specs: Sequence[Spec]) -> list[Array]:

@@ -314,7 +314,7 @@ def to_plain(value: Any) -> Any:
 
 def to_object(record: Any) -> dict[str, Any]:
     """Return a dataclass as a JSON object with its fields' names."""
-    names = type(record).__dataclass_fields__
+    names = [field.name for field in dataclasses.fields(record)]
     return {name: to_plain(getattr(record, name)) for name in names}
 
 

@@ -65,7 +65,8 @@ class Surprise:
         return self.work() or 0
 
 
-def test_the_others_have_been_told_before_a_handler_may_end_the_chief():
+@pytest.mark.parametrize("size", [3, 70])  # so many are read together
+def test_the_others_have_been_told_before_a_handler_may_end_the_chief(size):
     """A chief whose script calls `os._exit` at once is not to blame."""
     told = []
 
@@ -73,7 +74,7 @@ def test_the_others_have_been_told_before_a_handler_may_end_the_chief():
         raw.sock.setblocking(False)
         told.append(raw.sock.recv(1 << 16))
 
-    with Crew(3, silent=(2,), react=react) as crew:
+    with Crew(size, silent=(2,), react=react) as crew:
         raw = crew.raw[2]
         crew.ranks[1].report(errors.CollectiveError("the cause"))
         crew.failures()
