@@ -20,7 +20,7 @@
 #   make bench-fit, bench-all-reduce, ...  measure one claim: one for each folder in
 #                 benchmarks/
 #   make bench    all of these one after the other, as root on a machine that does nothing
-#                 else: hours. `make -k bench` goes on after one that fails
+#                 else: two to three hours. `make -k bench` goes on after one that fails
 #   make gpu-check  what kerasdist does on the GPUs of this machine: a table to be sent
 #                 to the authors
 #   make lock     the newest versions of all packages, in constraints.txt, which all targets

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common import serve
 
-STEPS = 8
+STEPS = 5
 FORWARD = 1 / 3
 _TABLE = (50_000, 64)
 _IDS = 16

@@ -142,7 +142,7 @@ def main() -> None:
         "What is advised, and what is the fastest",
         options.output,
         ("numpy", "tensorflow", "keras"),
-        repeats="one epoch of 8 steps",
+        repeats="one epoch of 5 steps",
     )
     env = {"TF_NUM_INTEROP_THREADS": "4"}
     rows = []

@@ -76,7 +76,7 @@ def start(driver: Driver, name: str, case: dict[str, Any]) -> Team:
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2240, help="of a step")
     options = parser.parse_args()

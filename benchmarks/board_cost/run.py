@@ -28,7 +28,7 @@ from common import Report, arguments, table
 
 # Title, workers, devices of each worker that have stages of the model, width of
 # the three hidden layers, rows of a global batch.
-RUNS, ROUNDS = 3, 120
+RUNS, ROUNDS = 2, 50
 MODELS = (
     ("2.8 million parameters", 1, 1, 1000, 256),
     ("0.4 million parameters", 1, 1, 300, 128),

@@ -103,7 +103,7 @@ def measure(model: str, names: list[str], links: list[str], options: Any) -> Any
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--torch", help="the Python of an environment with torch")
     options = parser.parse_args()
     models = ["mlp"] if options.quick else MODELS

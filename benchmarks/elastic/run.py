@@ -84,7 +84,7 @@ def parts_of(times: dict[str, list], killed: float) -> dict[str, float]:
 def main() -> None:
     """Measure, and write the tables."""
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--millions", type=int, nargs="+", default=[4, 25])
     options = parser.parse_args()
     repeats = 1 if options.quick else options.repeats

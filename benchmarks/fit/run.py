@@ -182,7 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, help="only these")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     report = Report(
         "fit with one and two workers, each bound to one core"

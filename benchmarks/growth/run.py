@@ -111,7 +111,7 @@ def show(
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=4, help="in each round")
     parser.add_argument(
         "--no-strategy", action="store_true", help="without steps under a strategy"

@@ -78,7 +78,7 @@ def measure(library: Path, ranks: int, job: str, intervals: int) -> dict[str, fl
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--library", type=Path, default=ROOT, help="a checkout")
-    parser.add_argument("--intervals", type=int, default=7, help="per figure")
+    parser.add_argument("--intervals", type=int, default=3, help="per figure")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     options = parser.parse_args()
     sizes, jobs, intervals = options.ranks, list(JOBS), options.intervals

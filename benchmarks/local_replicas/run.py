@@ -20,7 +20,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from common import Report, arguments, median, quiet_env, table
 
-ROUNDS = 5
+ROUNDS = 3
 COLUMNS = {
     "plain Keras, one device": "plain",
     "RingStrategy, two devices": "ring",

@@ -40,7 +40,7 @@ from common import (
 
 PLAYER = str(HERE / "player.py")
 # Epochs of each, and the steps of one.
-MODELS = {"digits": (20, 22), "resnet8": (8, 16), "lstm": (8, 16)}
+MODELS = {"digits": (12, 22), "resnet8": (6, 16), "lstm": (4, 16)}
 RATE = 10_000_000  # bits per second
 COLUMNS: dict[str, dict[str, Any]] = {
     "whole gradients": {},
@@ -79,7 +79,7 @@ def draw(
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--delay", type=float, default=0.0, help="milliseconds")
     options = parser.parse_args()
     if options.delay and options.output == HERE:

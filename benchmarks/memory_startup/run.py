@@ -82,7 +82,7 @@ def compare(report: Report, medians: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", type=int, default=20)
     options = parser.parse_args()
     if options.quick:

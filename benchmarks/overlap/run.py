@@ -64,7 +64,7 @@ def drawn(events: list[tuple[str, float, float]]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     rounds, steps = (1, 2) if options.quick else (options.rounds, 8)
     names = ["buckets of 4 MB"] if options.quick else list(COLUMNS)

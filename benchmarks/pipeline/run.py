@@ -55,7 +55,7 @@ def start(driver: Driver, parts: int) -> Team:
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--parts", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     options = parser.parse_args()
     parts = [2] if options.quick else options.parts

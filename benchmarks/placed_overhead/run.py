@@ -53,7 +53,7 @@ def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--models", nargs="*", choices=STEPS, default=list(STEPS))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     columns = ["plain", *(name for name in options.columns if name != "plain")]

@@ -24,7 +24,7 @@ _MOST_SECONDS = 2.0
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layers", type=int, default=200)
     options = parser.parse_args()
     if options.quick:

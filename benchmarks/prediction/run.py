@@ -55,7 +55,7 @@ BUCKET = 1_000_000
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
     links = ["50 Mbit/s"] if options.quick else list(LINKS)
     models = ["MLP"] if options.quick else list(SHAPES)

@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--legacy", help="the Python of an environment with tf_keras")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, help="only these")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, help="of all workers in an epoch")
     options = parser.parse_args()
     names = [

@@ -83,7 +83,7 @@ HEAD = [
 def main() -> None:
     parser = arguments(__doc__, HERE)
     parser.add_argument("--columns", nargs="*", choices=COLUMNS, default=list(COLUMNS))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     steps, rounds = (12, 1) if options.quick else (STEPS, options.rounds)
     report = Report(

@@ -52,7 +52,7 @@ def tuned(hosts: Any, model: str) -> int:
 
 def main() -> None:
     parser = arguments(__doc__, HERE)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     options = parser.parse_args()

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument(
         "--before", default="a7f7a9d", help="a commit (default: %(default)s)"
     )
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     known = ["git", "-C", ROOT, "cat-file", "-e", f"{options.before}^{{commit}}"]
     if subprocess.run(known, stderr=subprocess.DEVNULL, check=False).returncode:

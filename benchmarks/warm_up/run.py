@@ -25,7 +25,7 @@ BASE, RATE, MOMENTUM = 64, 0.03, 0.9
 BATCHES = (64, 256, 1024, 2048)
 KINDS = ("none", "constant", "gradual")
 EPOCHS, WARM_UP = 20, 5
-SEEDS = range(5)
+SEEDS = range(3)
 
 
 def shifted() -> tuple[Any, Any, Any, Any]:
