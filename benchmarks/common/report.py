@@ -20,6 +20,8 @@ from common.places import ROOT
 
 __all__ = ["Report", "arguments"]
 
+# What a run changes: its own files, which the next one of `make bench` finds.
+_WRITTEN = ("benchmarks/*.txt", "benchmarks/*.json", "*.svg")
 # What is at most this long in `results.json` stands on one line, in characters.
 _SHORT = 300
 
@@ -44,13 +46,17 @@ def _versions(names: Iterable[str]) -> str:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
+    """The commit; `-dirty` if more differs than what benchmarks themselves write."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    written = (f":(exclude){place}" for place in _WRITTEN)
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *written)
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    return f"{commit}-dirty" if changed else commit
 
 
 class Report:
