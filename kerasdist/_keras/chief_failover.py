@@ -25,6 +25,7 @@ import tensorflow as tf
 from keras.src.callbacks import csv_logger, tensorboard
 from keras.src.utils import file_utils
 
+from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist._tf.patching import Original
@@ -193,12 +194,8 @@ def flush_board(callback: Any) -> None:
 
 
 def _open_without_files(board: Any, set_model: Callable[[], Any]) -> None:
-    kept = board.write_graph, board.embeddings_freq
-    board.write_graph, board.embeddings_freq = False, 0
-    try:
+    with _tf.replaced(board, write_graph=False, embeddings_freq=0):
         set_model()
-    finally:
-        board.write_graph, board.embeddings_freq = kept
     board._writers = {
         name: tf.summary.create_noop_writer() for name in ("train", "val")
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist._keras.protocols import KerasHooks
 
@@ -160,17 +161,9 @@ class StepContext(threading.local):
 current = StepContext()
 
 
-@contextlib.contextmanager
-def setting(**values: Any) -> Iterator[None]:
+def setting(**values: Any) -> contextlib.AbstractContextManager[None]:
     """Set facts for the length of a `with` block."""
-    before = {name: getattr(current, name) for name in values}
-    for name, value in values.items():
-        setattr(current, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(current, name, value)
+    return _tf.replaced(current, **values)
 
 
 def gradients_are_reduced() -> bool:

@@ -258,10 +258,24 @@ def settable(trainer: Any) -> list[Any]:
     return [each for each in leaves_of(trainer) if schedule_of(each) is None]
 
 
-def factor_of(optimizer: Any) -> list[float] | None:
-    """Return the arguments of `Scaling.set` that describe an optimizer's scaling."""
-    scaling = scaling_of(optimizer)
-    return None if scaling is None else [scaling.target, scaling.steps, scaling.shift]
+def rates_of(trainer: Any) -> dict[str, Any]:
+    """Return what `set_rates` sets: the rates and scaling of a model's optimizers."""
+    scalings = [scaling_of(each) for each in leaves_of(trainer)]
+    return {
+        "rates": [base_rate(each) for each in settable(trainer)],
+        # The arguments of `Scaling.set`.
+        "factors": [s and [s.target, s.steps, s.shift] for s in scalings],
+    }
+
+
+def set_rates(trainer: Any, facts: dict[str, Any]) -> None:
+    """Set the base rates and the scaling that another worker's model has."""
+    for optimizer, rate in zip(settable(trainer), facts["rates"], strict=True):
+        set_base_rate(optimizer, rate)
+    for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
+        scaling = scaling_of(optimizer)
+        if scaling is not None and factor is not None:
+            scaling.set(*factor)
 
 
 def scaled(optimizer: Any, rate: Any) -> Any:

@@ -249,12 +249,9 @@ def make_compiled(
     if trainer.jit_compile is not True or is_alone(hooks):
         return original(trainer, step)
     COMPILED.set(step, True)
-    trainer.jit_compile = False  # Keras would compile the communication
-    try:
-        with setting(compiled=True):
-            return original(trainer, step)
-    finally:
-        trainer.jit_compile = True
+    # Keras would compile the communication.
+    with _tf.replaced(trainer, jit_compile=False), setting(compiled=True):
+        return original(trainer, step)
 
 
 def is_alone(hooks: KerasHooks) -> bool:

@@ -43,6 +43,39 @@ from kerasdist._tf.compiled_step import in_xla as in_xla
 from kerasdist._tf.compiled_step import outside_of_xla as outside_of_xla
 from kerasdist._tf.tensor_origins import function_graph as function_graph
 
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of an object for the length of a `with` block."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def bytes_of(tensor: Any) -> int:
+    """Return the bytes of a tensor or variable; 0 if its shape isn't known."""
+    return int((tensor.shape.num_elements() or 0) * tensor.dtype.size)
+
+
+def sparse_rows(tensor: Any, start: Any, size: Any) -> Any:
+    """Return some rows of a `tf.SparseTensor`.
+
+    Args:
+        tensor: The tensor.
+        start: The number of the first row, an integer or a scalar.
+        size: The number of rows, likewise.
+    """
+    rest = tensor.dense_shape[1:]
+    begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(rest)], 0)
+    length = tf.concat([[tf.cast(size, tf.int64)], rest], 0)
+    return tf.sparse.slice(tensor, begin, length)
+
+
 # Seeds of operations are counted up from 0.
 _SEEDS_APART = 1_000_003
 

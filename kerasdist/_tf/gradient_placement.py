@@ -34,25 +34,14 @@ from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
 from kerasdist._tf.patching import Original
+from kerasdist._tf.tensor_origins import CALLS, CASES, IFS, WHILES
 from kerasdist._tf.variables import current_facets
 
 _SEPARATOR = "\0"
 
 # Operations that call functions, whose own operations are placed one by one, or take
 # the device of the call: variables among its arguments don't determine its device.
-_CALLS = frozenset(
-    {
-        "Case",
-        "For",
-        "If",
-        "PartitionedCall",
-        "StatefulPartitionedCall",
-        "StatelessCase",
-        "StatelessIf",
-        "StatelessWhile",
-        "While",
-    }
-)
+_CALLS = frozenset({"For", *CALLS, *CASES, *IFS, *WHILES})
 
 
 def on_device(device: str | None) -> AbstractContextManager[Any]:

@@ -117,9 +117,12 @@ SHAPES = "shapes"
 # Possibly from the batch's values, random numbers, or something unknown.
 DATA = "data"
 
-_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-_BRANCHES = ("If", "StatelessIf")
-_LOOPS = ("StatelessWhile", "TensorListStack", "While")
+# Operations that call functions.
+CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+IFS = ("If", "StatelessIf")
+CASES = ("Case", "StatelessCase")
+WHILES = ("StatelessWhile", "While")
+
 _SIZES = ("Shape", "ShapeN", "Size")
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 # A tensor, and the calls through which it was reached: the calling operation, and the
@@ -138,7 +141,7 @@ def origin_of(tensor: Any) -> str:
     seen: set[Any] = set()
     while waiting:
         place = waiting.pop()
-        key = (_key(place[0]), tuple(id(call) for call, _ in place[1]))
+        key = (key_of(place[0]), tuple(id(call) for call, _ in place[1]))
         if key in seen:
             continue
         seen.add(key)
@@ -187,9 +190,9 @@ def _inside(place: _Place) -> list[_Place]:
     """Return what a called function, or each branch, returns as this tensor; or []."""
     tensor, calls = place
     operation = tensor.op
-    if operation.type in _CALLS:
+    if operation.type in CALLS:
         names, first = ["f"], 0
-    elif operation.type in _BRANCHES:
+    elif operation.type in IFS:
         names, first = ["then_branch", "else_branch"], 1
     else:
         return []
@@ -226,7 +229,7 @@ def called(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
         The tensor of the function's graph, and each of its placeholders with the tensor
         that was passed for it; None if no function call returns the tensor.
     """
-    if tensor.op.type not in _CALLS:
+    if tensor.op.type not in CALLS:
         return None
     places = _inside((tensor, ()))
     if not places:
@@ -255,17 +258,43 @@ def behind(tensor: Any, before: Callable[[Any], Any | None]) -> Any:
         found = None
         if tensor.op.type == "Placeholder":
             found = _outside(place)
-        elif tensor.op.type in _CALLS:
+        elif tensor.op.type in CALLS:
             found = next(iter(_inside(place)), None)
         if found is None:
             return tensor
         place = found
 
 
-def _key(tensor: Any) -> Any:
+def key_of(tensor: Any) -> Any:
+    """Return a key of a tensor, which each Python object for it has alike."""
     if isinstance(tensor, tf.__internal__.EagerTensor):
         return id(tensor)
     return id(tensor.graph), tensor.name
+
+
+def reached(
+    tensors: Sequence[Any], before: Callable[[Any], Sequence[Any]]
+) -> Iterator[Any]:
+    """Yield tensors, and those that `before` returns of each that is reached, once."""
+    waiting, seen = list(tensors), set()
+    while waiting:
+        one = waiting.pop()
+        key = key_of(one)
+        if key not in seen:
+            seen.add(key)
+            yield one
+            waiting += before(one)
+
+
+def sources_of(tensor: Any) -> Sequence[Any]:
+    """Return what a tensor is computed from, for `reached`: also outside of functions.
+
+    Nothing for an eager tensor.
+    """
+    if isinstance(tensor, tf.__internal__.EagerTensor):
+        return ()
+    outside = captured(tensor)
+    return list(tensor.op.inputs) if outside is None else [outside]
 
 
 def constant(tensor: Any) -> Any | None:
@@ -390,7 +419,7 @@ class RebuiltGraph:
             (read,) = outputs
             if read.dtype.is_integer and read.shape.is_fully_defined():
                 return [tf.ones(read.shape, read.dtype)]
-        elif kind in _BRANCHES:
+        elif kind in IFS:
             # A branch returns a batch as it is, or, on a replica without one, a
             # made-up batch.
             passed = [_passed_through(output) for output in outputs]
@@ -398,7 +427,7 @@ class RebuiltGraph:
                 self._returned(output) if given is None else self._made[given.name]
                 for output, given in zip(outputs, passed, strict=True)
             ]
-        elif kind in _LOOPS or kind in _CALLS:
+        elif kind in ("TensorListStack", *WHILES, *CALLS):
             return [self._returned(output) for output in outputs]
         elif not operation.op_def.is_stateful or "Random" in kind:
             given = [self._made[tensor.name] for tensor in operation.inputs]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import operator
 import threading
 import zlib
@@ -64,57 +65,32 @@ class Signature:
         checksum: Their checksum.
         groups: For each dtype, in the order of names: its name, the indices of its
             buffers, and how many of these are scaled, the first ones.
+        scaled: The dtypes of those that are.
     """
 
     shapes: Shapes
     checksum: int
     groups: tuple[tuple[str, tuple[int, ...], int], ...]
+    scaled: tuple[np.dtype[Any], ...]
 
 
-class Signatures:
-    """The signatures of the calls so far."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Signature] = {}
-
-    def of(
-        self,
-        arrays: Sequence[Array],
-        op: str,
-        scale: float | None,
-        unscaled: int,
-        lend: bool,
-    ) -> Signature:
-        """Return the signature of a call, with the arguments of `all_reduce`.
-
-        Raises:
-            TypeError, ValueError: One of them is wrong.
-        """
-        described = [(array.dtype, array.shape) for array in arrays]
-        key = (op, scale is None, unscaled, lend, *described)
-        found = self._known.get(key)
-        if found is None:
-            found = _make(described, op, scale, unscaled, lend)
-            if len(self._known) >= MOST_SIGNATURES:
-                self._known.clear()
-            self._known[key] = found
-        return found
-
-
-def _make(
-    described: Sequence[tuple[np.dtype[Any], tuple[int, ...]]],
+@functools.lru_cache(MOST_SIGNATURES)
+def signature_of(
+    described: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...],
     op: str,
-    scale: float | None,
     unscaled: int,
     lend: bool,
 ) -> Signature:
+    """Return the signature of buffers with these dtypes and shapes.
+
+    Raises:
+        TypeError, ValueError: An argument of `all_reduce` is wrong.
+    """
     first = len(described) - unscaled
     groups: dict[str, list[int]] = {}
     for index, (dtype, _) in enumerate(described):
         check_op(op, dtype)
         groups.setdefault(check_dtype(dtype), []).append(index)
-        if scale is not None and index < first:
-            check_scale(scale, op, dtype)
     check_op(op, np.dtype("float32"))
     # Every group's fingerprint has the shapes of all: a difference is noticed at once
     # and not a group later.
@@ -129,6 +105,7 @@ def _make(
             for name in sorted(groups)
         )
         or (("none", (), 0),),
+        tuple({dtype: None for dtype, _ in described[:first]}),
     )
 
 
@@ -164,7 +141,6 @@ class CheckedCommunicator(Communicator):
         self.sequence = 0
         self._closed = False
         self._shapes: Shapes = ()
-        self._signatures = Signatures()
         self._failure: errors.CollectiveError | None = None
         self._recorders: list[Recorder] = []
         self._recorder: Recorder | None = None
@@ -182,7 +158,11 @@ class CheckedCommunicator(Communicator):
     ) -> list[Array]:
         """See `Communicator.all_reduce`."""
         arrays = _arrays(buffers)
-        signature = self._signatures.of(arrays, op, scale, unscaled, lend)
+        described = tuple((array.dtype, array.shape) for array in arrays)
+        signature = signature_of(described, op, unscaled, lend)
+        if scale is not None:
+            for dtype in signature.scaled:
+                check_scale(scale, op, dtype)
         results: list[Array] = [np.empty(0)] * len(arrays)
         with self._user_call(signature.shapes, signature.checksum) as detail:
             for name, indices, scaled in signature.groups:

@@ -77,7 +77,8 @@ def explain(
     if isinstance(error, PeerSilent):
         return supervisor.report(_late(error.peer, call, here, supervisor))
     if isinstance(error, CallMismatch):
-        return supervisor.report(_mismatch(error, here, shapes, step))
+        mine, theirs = str(error.mine), str(error.theirs)
+        return supervisor.report(mismatch(step, here, mine, error.peer, theirs, shapes))
     if isinstance(error, errors.CollectiveError):
         return supervisor.report(error)
     if isinstance(error, errors.ProtocolError):
@@ -113,16 +114,25 @@ def _late(
     )
 
 
-def _mismatch(
-    error: CallMismatch, here: Peer, shapes: str, step: int
+def mismatch(
+    step: int, here: object, mine: str, there: object, theirs: str, shapes: str = ""
 ) -> errors.CollectiveMismatch:
-    mine, theirs = str(error.mine), str(error.theirs)
+    """Return the error of two ranks in different calls.
+
+    Args:
+        step: The step in which that was seen.
+        here: One rank.
+        mine: Its call.
+        there: The other rank.
+        theirs: Its call.
+        shapes: The shapes of the first one's buffers, if they are known.
+    """
     if mine == theirs:
-        mine += f" on buffers {shapes}"
+        mine += f" on buffers {shapes}" if shapes else ""
         theirs += " on buffers of other dtypes or shapes"
     return errors.CollectiveMismatch(
         f"Ranks called different collectives at step {step}. "
-        f"Received: {here}: {mine}; {error.peer}: {theirs}. All ranks must call the "
+        f"Received: {here}: {mine}; {there}: {theirs}. All ranks must call the "
         "same collectives in the same order on the same shapes: does the script branch "
         "on the rank, or does a model differ?"
     )

@@ -6,11 +6,9 @@ One contract test suite, `tests/compression/test_contract.py`, runs on all of th
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 # For each gradient the arrays that a compressor keeps from one step to the next.
@@ -95,7 +93,6 @@ class Compressor(abc.ABC):
         del memory
         return None
 
-    @abc.abstractmethod
     def reduce(
         self,
         gradients: Sequence[Any],
@@ -119,6 +116,21 @@ class Compressor(abc.ABC):
 
             A sum that isn't finite on one rank isn't on all, and leaves the memory of
             that gradient as it is: the step is repeated or skipped.
+        """
+        payload = Payload(all_reduce, all_gather)
+        sums, after = self._sum_up(gradients, memory, payload)
+        return sums, after, payload.bytes
+
+    @abc.abstractmethod
+    def _sum_up(
+        self, gradients: Sequence[Any], memory: Memory, payload: Payload
+    ) -> tuple[list[Any], Memory]:
+        """Return the sums, and the memory for the next call, as `reduce`.
+
+        Args:
+            gradients: As there.
+            memory: As there.
+            payload: Sums and concatenates tensors over all ranks.
         """
 
 
@@ -148,16 +160,6 @@ class Payload:
         if elements is None:
             elements = tf.size(tensor, out_type=tf.int64)
         self.bytes += elements * tensor.dtype.size
-
-
-def size_of(shape: Sequence[int]) -> int:
-    """Return the number of elements of a shape."""
-    return math.prod(shape)
-
-
-def zeros(shape: Sequence[int]) -> Any:
-    """Return the memory of a gradient before the first step."""
-    return np.zeros(tuple(shape), np.float32)
 
 
 def dense(gradient: Any) -> Any:

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from kerasdist.compression.contract import (
-    AllGather,
-    AllReduce,
     Compressor,
     Memory,
     OuterProducts,
@@ -43,15 +41,10 @@ class HalfPrecision(Compressor):
     def __repr__(self) -> str:
         return f"HalfPrecision({self.dtype!r})"
 
-    def reduce(
-        self,
-        gradients: Sequence[Any],
-        memory: Memory,
-        all_reduce: AllReduce,
-        all_gather: AllGather,
-    ) -> tuple[list[Any], Memory, Any]:
-        """See `Compressor.reduce`."""
-        payload = Payload(all_reduce, all_gather)
+    def _sum_up(
+        self, gradients: Sequence[Any], memory: Memory, payload: Payload
+    ) -> tuple[list[Any], Memory]:
+        """See `Compressor._sum_up`."""
         given = [dense(gradient) for gradient in gradients]
         sent = [
             tf.cast(tensor, _DTYPES[self.dtype]) if tensor.dtype.is_floating else tensor
@@ -61,7 +54,7 @@ class HalfPrecision(Compressor):
             tf.cast(total, tensor.dtype)
             for total, tensor in zip(payload.all_reduce(sent), given, strict=True)
         ]
-        return sums, memory, payload.bytes
+        return sums, memory
 
 
 # Sufficient factors.
@@ -84,22 +77,17 @@ class Factors(Compressor):
     def __repr__(self) -> str:
         return "Factors()"
 
-    def reduce(
-        self,
-        gradients: Sequence[Any],
-        memory: Memory,
-        all_reduce: AllReduce,
-        all_gather: AllGather,
-    ) -> tuple[list[Any], Memory, Any]:
-        """See `Compressor.reduce`."""
-        payload = Payload(all_reduce, all_gather)
+    def _sum_up(
+        self, gradients: Sequence[Any], memory: Memory, payload: Payload
+    ) -> tuple[list[Any], Memory]:
+        """See `Compressor._sum_up`."""
         factored = {
             i: gradient
             for i, gradient in enumerate(gradients)
             if isinstance(gradient, OuterProducts)
         }
         if not factored:
-            return payload.all_reduce(gradients), memory, payload.bytes
+            return payload.all_reduce(gradients), memory
         rows = tf.stack(
             [tf.shape(each.left, tf.int64)[0] for each in factored.values()]
         )
@@ -131,4 +119,4 @@ class Factors(Compressor):
             total = tf.cond(pays[i], found.product, lambda total=reduced: total)
             # An operation that has the shape, also where a graph is made again.
             sums[i] = tf.ensure_shape(total, gradient.shape)
-        return sums, memory, payload.bytes
+        return sums, memory

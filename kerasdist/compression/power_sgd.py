@@ -15,6 +15,7 @@ All of it is linear in M, so the ranks' sum is compressed as if one rank had it.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -23,15 +24,11 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist.compression.contract import (
-    AllGather,
-    AllReduce,
     Compressor,
     Memory,
     Payload,
     dense,
     is_finite,
-    size_of,
-    zeros,
 )
 
 
@@ -70,7 +67,7 @@ class PowerSGD(Compressor):
         """Return the shape of a gradient as a matrix; None: it is sent as it is."""
         if len(shape) < 2 or None in tuple(shape):
             return None
-        rows, columns = size_of(shape[:-1]), int(shape[-1])
+        rows, columns = math.prod(shape[:-1]), int(shape[-1])
         whole = (rows + columns) * self.rank >= rows * columns
         return None if whole else (rows, columns)
 
@@ -79,7 +76,11 @@ class PowerSGD(Compressor):
         memory: Memory = []
         for shape in shapes:
             matrix = self._matrix(shape)
-            known = None if matrix is None else (zeros(matrix), self._start(matrix))
+            known = (
+                None
+                if matrix is None
+                else (np.zeros(matrix, np.float32), self._start(matrix))
+            )
             memory.append(known or ())
         return memory
 
@@ -100,15 +101,10 @@ class PowerSGD(Compressor):
         """See `Compressor.unsent`: the residual."""
         return memory[0] if memory else None
 
-    def reduce(
-        self,
-        gradients: Sequence[Any],
-        memory: Memory,
-        all_reduce: AllReduce,
-        all_gather: AllGather,
-    ) -> tuple[list[Any], Memory, Any]:
-        """See `Compressor.reduce`."""
-        payload = Payload(all_reduce, all_gather)
+    def _sum_up(
+        self, gradients: Sequence[Any], memory: Memory, payload: Payload
+    ) -> tuple[list[Any], Memory]:
+        """See `Compressor._sum_up`."""
         given = [dense(gradient) for gradient in gradients]
         thin = [i for i, parts in enumerate(memory) if parts]
         whole = [i for i, parts in enumerate(memory) if not parts]
@@ -142,4 +138,4 @@ class PowerSGD(Compressor):
                 tf.where(fine, rest, residual) if self.error_feedback else residual,
                 tf.where(fine, total, start),
             )
-        return sums, after, payload.bytes
+        return sums, after

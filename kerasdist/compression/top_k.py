@@ -14,18 +14,15 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist.compression.contract import (
-    AllGather,
-    AllReduce,
     Compressor,
     Memory,
     Payload,
     dense,
     is_finite,
-    size_of,
-    zeros,
 )
 
 
@@ -75,15 +72,15 @@ class TopK(Compressor):
         """Return how many elements are sent; None: all of them."""
         if len(shape) < 2 or None in tuple(shape):
             return None
-        count = max(1, math.ceil(self.ratio * size_of(shape)))
+        count = max(1, math.ceil(self.ratio * math.prod(shape)))
         # An element that is sent by itself needs its place, too.
-        return None if 2 * count >= size_of(shape) else count
+        return None if 2 * count >= math.prod(shape) else count
 
     def init(self, shapes: Sequence[Sequence[int]]) -> Memory:
         """See `Compressor.init`: u, if there is momentum; and v, if not all is sent."""
         return [
             tuple(
-                zeros([size_of(shape)])
+                np.zeros(math.prod(shape), np.float32)
                 for needed in (self.momentum > 0, self._count(shape) is not None)
                 if needed and None not in tuple(shape)
             )
@@ -94,15 +91,10 @@ class TopK(Compressor):
         """See `Compressor.unsent`: v."""
         return memory[-1] if len(memory) > (self.momentum > 0) else None
 
-    def reduce(
-        self,
-        gradients: Sequence[Any],
-        memory: Memory,
-        all_reduce: AllReduce,
-        all_gather: AllGather,
-    ) -> tuple[list[Any], Memory, Any]:
-        """See `Compressor.reduce`."""
-        payload = Payload(all_reduce, all_gather)
+    def _sum_up(
+        self, gradients: Sequence[Any], memory: Memory, payload: Payload
+    ) -> tuple[list[Any], Memory]:
+        """See `Compressor._sum_up`."""
         given = [dense(gradient) for gradient in gradients]
         counts = [self._count(tensor.shape) for tensor in given]
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in given]
@@ -140,7 +132,7 @@ class TopK(Compressor):
                 sums[i] = tf.math.unsorted_segment_sum(
                     tf.reshape(part[:, :, 0], [-1]),
                     tf.bitcast(tf.reshape(part[:, :, 1], [-1]), tf.int32),
-                    size_of(given[i].shape),
+                    math.prod(given[i].shape),
                 )
         after = [
             self._keep(
@@ -152,7 +144,7 @@ class TopK(Compressor):
             tf.cast(tf.reshape(total, tensor.shape), tensor.dtype)
             for total, tensor in zip(sums, given, strict=True)
         ]
-        return results, after, payload.bytes
+        return results, after
 
     def _add(
         self, gradient: Any, parts: tuple[Any, ...], count: int | None

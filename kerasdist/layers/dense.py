@@ -60,7 +60,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
             self.build()
             if isinstance(weights, list) and len(weights) == 1:
                 weights = weights[0]
-            self._load_whole(weights, "embeddings", self._axis)
+            self._load_whole(weights, "embeddings")
 
     def build(self, input_shape: Any = None) -> None:
         """Create the shards."""
@@ -74,7 +74,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
     @property
     def embeddings(self) -> Any:
         """The whole table, shape `(input_dim, output_dim)`."""
-        return self._whole("embeddings", self._axis)
+        return self._whole("embeddings")
 
     def call(self, inputs: Any) -> Any:
         """Return rows of the table, one for each integer.
@@ -121,25 +121,8 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
             rows.set_shape([*words.shape, self.output_dim])
         return keras.ops.cast(rows, self.compute_dtype)
 
-    def save_own_variables(self, store: Any) -> None:
-        """Store one table, as an Embedding layer does."""
-        if self.built:
-            self._store_whole(store, "0", "embeddings", self._axis)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load the table of an Embedding layer, or of one with any number of shards.
-
-        Raises:
-            ValueError: It isn't one table of its shape.
-        """
-        if not self.built or list(store.keys()) != ["0"]:
-            raise ValueError(
-                f"Layer {self.name!r} expects 1 variable: the whole table. Received: "
-                f"{len(list(store.keys()))} variables for a layer that is "
-                f"{'' if self.built else 'not '}built. Load into a model of the same "
-                "layers."
-            )
-        self._load_whole(store["0"], "embeddings", self._axis)
+    def _stored(self) -> list[str]:
+        return ["embeddings"]
 
 
 # See `ShardedDense`.
@@ -252,14 +235,14 @@ class ShardedDense(Sharded, keras.layers.Dense):
     @property
     def kernel(self) -> Any:
         """The whole kernel, shape `(input_dim, units)`."""
-        return self._whole("kernel", self._axis)
+        return self._whole("kernel")
 
     @property
     def bias(self) -> Any:
         """The whole bias, shape `(units,)`; None without one."""
         if not self.use_bias:
             return None
-        return self._whole("bias", 0) if self.split == "columns" else self._bias
+        return self._whole("bias") if self.split == "columns" else self._bias
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         """Return the layer's outputs, of shape `(batch, ..., units)`."""
@@ -279,34 +262,8 @@ class ShardedDense(Sharded, keras.layers.Dense):
             outputs = self.activation(outputs)
         return outputs
 
-    def save_own_variables(self, store: Any) -> None:
-        """Store one kernel and one bias, as a Dense layer does."""
-        if not self.built:
-            return
-        self._store_whole(store, "0", "kernel", self._axis)
-        if self.use_bias:
-            store["1"] = keras.ops.convert_to_numpy(self.bias)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load the variables of a Dense layer, or of one with any number of shards.
-
-        Raises:
-            ValueError: It isn't one kernel and, with `use_bias`, one bias of its shape.
-        """
-        expected = ["0", "1"] if self.use_bias else ["0"]
-        if not self.built or sorted(store.keys()) != expected:
-            raise ValueError(
-                f"Layer {self.name!r} expects {len(expected)} variables: the whole "
-                f"kernel{' and bias' if self.use_bias else ''}. Received: "
-                f"{len(list(store.keys()))} variables for a layer that is "
-                f"{'' if self.built else 'not '}built. Load into a model of the same "
-                "layers."
-            )
-        self._load_whole(store["0"], "kernel", self._axis)
-        if self.use_bias and self.split == "columns":
-            self._load_whole(store["1"], "bias", 0)
-        elif self.use_bias:
-            self._bias.assign(store["1"])
+    def _stored(self) -> list[str]:
+        return ["kernel", "bias"] if self.use_bias else ["kernel"]
 
 
 # Keras calls a layer's place in a file by the class: the files of sharded and plain

@@ -296,6 +296,7 @@ class Sharded:
             **options: As of any layer.
         """
         placer = placer_of(tf.distribute.get_strategy())
+        self._wholes = dict(wholes)
         matrix = next(iter(wholes.values()))
         devices = self._devices(matrix.shape[matrix.axis])
         values = {}
@@ -340,7 +341,7 @@ class Sharded:
             "regularizer": regularizer_of(
                 getattr(self, f"{name}_regularizer"),
                 place,
-                lambda: self._whole(name, value.whole.axis),
+                lambda: self._whole(name),
             ),
             "constraint": getattr(self, f"{name}_constraint"),
         }
@@ -353,19 +354,47 @@ class Sharded:
     def _parts(self) -> list[Any]:
         return list(self.__shards__)
 
-    def _whole(self, name: str, axis: int) -> Any:
+    def _whole(self, name: str) -> Any:
         """Return a matrix or vector of all shards, as one tensor."""
         parts = [getattr(shard, name) for shard in self._parts()]
         # Keras reads all attributes of a layer that it saves: host memory has room.
         with _on("CPU:0" if tf.executing_eagerly() else None):
-            return tf.concat([tf.convert_to_tensor(part) for part in parts], axis)
+            tensors = [tf.convert_to_tensor(part) for part in parts]
+            return tf.concat(tensors, self._wholes[name].axis)
 
-    def _store_whole(self, store: Any, key: str, name: str, axis: int) -> None:
-        parts = [getattr(shard, name) for shard in self._parts()]
-        arrays = [keras.ops.convert_to_numpy(part) for part in parts]
-        store[key] = np.concatenate(arrays, axis)
+    def _stored(self) -> list[str]:
+        """Return the names of the variables that a file has, in their order."""
+        raise NotImplementedError
 
-    def _load_whole(self, value: Any, name: str, axis: int) -> None:
+    def save_own_variables(self, store: Any) -> None:
+        """Store whole variables, as the plain layer does."""
+        if self.built:
+            for number, name in enumerate(self._stored()):
+                store[str(number)] = keras.ops.convert_to_numpy(getattr(self, name))
+
+    def load_own_variables(self, store: Any) -> None:
+        """Load the variables of a plain layer, or of one with any number of shards.
+
+        Raises:
+            ValueError: They aren't whole ones of its shapes.
+        """
+        names = self._stored()
+        count = len(names)
+        if not self.built or sorted(store.keys()) != [str(i) for i in range(count)]:
+            raise ValueError(
+                f"Layer {self.name!r} expects {count} variable{'s' * (count > 1)}: "
+                f"the whole {' and '.join(names)}. Received: "
+                f"{len(list(store.keys()))} variables for a layer that is "
+                f"{'' if self.built else 'not '}built. Load into a model of the same "
+                "layers."
+            )
+        for number, name in enumerate(names):
+            if name in self._wholes:
+                self._load_whole(store[str(number)], name)
+            else:
+                getattr(self, f"_{name}").assign(store[str(number)])
+
+    def _load_whole(self, value: Any, name: str) -> None:
         """Give each shard its part of a whole matrix or vector.
 
         Raises:
@@ -373,14 +402,12 @@ class Sharded:
         """
         value = np.asarray(value)
         parts = [getattr(shard, name) for shard in self._parts()]
-        shape = list(parts[0].shape)
-        shape[axis] = sum(part.shape[axis] for part in parts)
-        if list(value.shape) != shape:
+        shape, axis = self._wholes[name].shape, self._wholes[name].axis
+        if value.shape != shape:
             raise ValueError(
                 f"`{name}` of layer {self.name!r} has another shape in the "
-                f"file. Received: shape {tuple(value.shape)}; expected "
-                f"{tuple(shape)}. Load into a layer with the same arguments; only the "
-                "number of shards may differ."
+                f"file. Received: shape {value.shape}; expected {shape}. Load into a "
+                "layer with the same arguments; only the number of shards may differ."
             )
         for part, own in zip(parts, self._slices, strict=True):
             part.assign(np.take(value, range(own.start, own.stop), axis))

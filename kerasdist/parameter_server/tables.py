@@ -28,10 +28,10 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.collectives.row_exchange import Array
-from kerasdist.parameter_server.channel import checksum_of
-from kerasdist.parameter_server.layout import Layout, ServerSettings
+from kerasdist.parameter_server.channel import Channel, Message, checksum_of
+from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
 from kerasdist.parameter_server.membership import Membership, WorkerRecord
-from kerasdist.parameter_server.served_table import Place, ServedTable
+from kerasdist.parameter_server.served_table import ServedTable
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import to_object
 
@@ -68,6 +68,50 @@ class TableState:
     staleness: int
     least: int
     waited: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Open:
+    """A request to begin to use a table; see `ServedTables.open`.
+
+    Attributes:
+        table: Its number.
+        use: Number of the strategy that opens it.
+        variables: Its variables.
+        has_values: Whether their values follow.
+    """
+
+    table: int
+    use: int
+    variables: tuple[Variable, ...]
+    has_values: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Push:
+    """A request to add a step's changes, and to read; see `ServedTables.push`."""
+
+    table: int
+    clock: int
+    since: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pull:
+    """A request to read; see `ServedTables.pull`."""
+
+    table: int
+    since: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The parts of a request beside its record."""
+
+    worker: WorkerRecord
+    message: Message
+    channel: Channel
+    deadline: Deadline
 
 
 class ServedTables:
@@ -108,27 +152,15 @@ class ServedTables:
 
     # For workers.
 
-    def open(
-        self,
-        worker: WorkerRecord,
-        number: int,
-        layout: Layout,
-        parts: Sequence[Array],
-        deadline: Deadline,
-        *,
-        has_values: bool,
-    ) -> Reply:
+    def open(self, request: Open, asked: Asked, layout: Layout) -> Reply:
         """Open a table for a worker.
 
         Args:
-            worker: The worker.
-            number: The table's number: all workers open theirs in one order, from 0.
+            request: All workers open their tables in one order, from 0. Only the chief
+                sends first values if all open the table together.
+            asked: Its arrays are the first values (`Layout.cut`), which count only if
+                the table is new; its deadline is for a worker that has values.
             layout: The worker's layout of it.
-            parts: The first values (`Layout.cut`), if it `has_values`. They count only
-                if the table is new.
-            deadline: When to give up waiting for a worker that has values.
-            has_values: Whether the worker sends first values: only the chief does if
-                all open the table together.
 
         Returns:
             `Opened`, and the present values.
@@ -136,7 +168,8 @@ class ServedTables:
         Raises:
             CollectiveError: The job's failure; workers have different models.
         """
-        members = self._membership
+        members, worker, number = self._membership, asked.worker, request.table
+        has_values, deadline = request.has_values, asked.deadline
         made = None
         with members.changed:
             members.check(worker)
@@ -149,7 +182,7 @@ class ServedTables:
             if number not in self.tables and has_values:
                 ranks = [p.rank for p in members.live() if not p.joining]
                 made = ServedTable(layout, self._server, ranks, self._max_staleness)
-                made.table.load(parts)
+                made.table.load(asked.message.arrays)
                 self.tables[number] = made
                 members.changed.notify_all()
             while number not in self.tables:
@@ -236,32 +269,22 @@ class ServedTables:
                 del self.first_values[done]
         return [known]
 
-    def push(
-        self,
-        worker: WorkerRecord,
-        number: int,
-        clock: int,
-        since: int,
-        parts: Sequence[Array],
-        place: Place,
-        deadline: Deadline,
-    ) -> Reply:
+    def push(self, request: Push, asked: Asked) -> Reply:
         """Add a step's changes, wait until the worker may continue, read.
 
         Args:
-            worker: The worker.
-            number: The table's number.
-            clock: The step that it has finished with these changes.
-            since: The version of its last read; -1: none, it needs all rows.
-            parts: The changes, see `Table.add`.
-            place: Makes arrays in the next reply.
-            deadline: When to give up waiting for slower workers.
+            request: The step that the worker has finished with these changes, and the
+                version of its last read; -1: none, it needs all rows.
+            asked: Its arrays are the changes, see `Table.add`; its channel makes arrays
+                in the next reply; its deadline is for slower workers.
 
         Raises:
             CollectiveError: The job's failure; others were too slow.
             ProtocolError: The changes don't fit.
         """
-        served = self._find(number)
+        worker, clock, since = asked.worker, request.clock, request.since
+        parts, place = asked.message.arrays, asked.channel.place
+        served = self._find(request.table)
         served.table.check(parts)
         began = time.monotonic()
         with self._membership.changed:
@@ -291,7 +314,7 @@ class ServedTables:
             worker.clock = max(worker.clock, clock)
             self._membership.changed.notify_all()
             if not at_once:
-                self._wait(served, worker, clock, deadline)
+                self._wait(served, worker, clock, asked.deadline)
                 staleness = served.clocks.staleness(worker.rank, clock)
                 least = served.clocks.least
             served.clocks.observe(worker.rank, staleness)
@@ -300,19 +323,17 @@ class ServedTables:
         waited = 0.0 if at_once else time.monotonic() - began
         return to_object(TableState(version, staleness, least, waited)), answer
 
-    def pull(
-        self, worker: WorkerRecord, number: int, since: int, place: Place
-    ) -> Reply:
+    def pull(self, request: Pull, asked: Asked) -> Reply:
         """Read without pushing: it doesn't wait, and no clock ticks.
 
         Args and raises as `push`.
         """
-        served = self._find(number)
+        worker, served = asked.worker, self._find(request.table)
         with self._membership.changed:
             self._membership.check(worker)
             least = served.clocks.least
             staleness = served.clocks.staleness(worker.rank, worker.clock)
-        version, answer = served.read(since, place)
+        version, answer = served.read(request.since, asked.channel.place)
         return to_object(TableState(version, staleness, least)), answer
 
     def stats(self) -> list[dict[str, Any]]:

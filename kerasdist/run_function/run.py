@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import inspect
 import json
 import linecache
@@ -144,31 +144,7 @@ def _variables(env: Any) -> dict[str, str]:
 # the notebook's cells. The second, the call itself, is loaded after these are in place.
 
 
-@dataclasses.dataclass(frozen=True)
-class FunctionCall:
-    """A function and its arguments."""
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def __call__(self) -> Any:
-        """Call the function."""
-        return self.function(*self.args, **self.kwargs)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Surroundings:
-    """The state of the caller's interpreter that the call needs."""
-
-    path: list[str]
-    arguments: list[str]
-    python_path: str | None
-    # By file name, of code that is in no file, or in the script's.
-    sources: dict[str, list[str]]
-
-
-def write_call(call: FunctionCall) -> IO[bytes]:
+def write_call(call: Callable[[], Any]) -> IO[bytes]:
     """Return an unnamed file with a call, for `load_call`.
 
     Raises:
@@ -176,23 +152,19 @@ def write_call(call: FunctionCall) -> IO[bytes]:
         Exception: The call can't be pickled; classes raise what they like.
     """
     path = [os.path.abspath(each) for each in sys.path if isinstance(each, str)]
-    surroundings = _Surroundings(
-        path=path,
-        arguments=list(sys.argv),
-        python_path=os.environ.get("PYTHONPATH"),
-        sources=_sources(),
-    )
     with contextlib.ExitStack() as undo:
         file = undo.enter_context(tempfile.TemporaryFile())
-        pickle.dump(dataclasses.astuple(surroundings), file)
-        dump((call.function, call.args, dict(call.kwargs)), file)
+        # What `load_call` puts in place.
+        python_path = os.environ.get("PYTHONPATH")
+        pickle.dump((path, list(sys.argv), python_path, _sources()), file)
+        dump(call, file)
         file.flush()
         undo.pop_all()
     return file
 
 
 def _sources() -> dict[str, list[str]]:
-    """Return the lines of a notebook's cells, and of the script.
+    """Return the lines of a notebook's cells, and of the script, by file name.
 
     Without them tracebacks of the workers have no lines, and `tf.function` can't
     convert Python's `if` and `while`.
@@ -208,7 +180,7 @@ def _sources() -> dict[str, list[str]]:
     return found
 
 
-def load_call(descriptor: int) -> FunctionCall:
+def load_call(descriptor: int) -> Callable[[], Any]:
     """Prepare this interpreter for a call, and return it.
 
     Args:
@@ -219,20 +191,20 @@ def load_call(descriptor: int) -> FunctionCall:
     """
     # Processes that inherit a descriptor share its position; that of a map is its own.
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as file:
-        surroundings = _Surroundings(*pickle.load(file))
-        own = [each for each in sys.path if each not in surroundings.path]
-        sys.path[:] = surroundings.path + own
-        sys.argv[:] = surroundings.arguments
+        path, arguments, python_path, sources = pickle.load(file)
+        sys.path[:] = path + [each for each in sys.path if each not in path]
+        sys.argv[:] = arguments
         # The caller's own, without what the launcher needs to find this package.
-        if surroundings.python_path is None:
+        if python_path is None:
             os.environ.pop("PYTHONPATH", None)
         else:
-            os.environ["PYTHONPATH"] = surroundings.python_path
-        for name, lines in surroundings.sources.items():
+            os.environ["PYTHONPATH"] = python_path
+        for name, lines in sources.items():
             if not os.path.exists(name):
                 size = sum(map(len, lines))
                 linecache.cache[name] = (size, None, lines, name)
-        return FunctionCall(*pickle.load(file))
+        call: Callable[[], Any] = pickle.load(file)
+        return call
 
 
 def run(
@@ -352,7 +324,7 @@ def run(
             'import the script, call it under `if __name__ == "__main__":`'
         )
     try:
-        call = write_call(FunctionCall(function, args, dict(kwargs or {})))
+        call = write_call(functools.partial(function, *args, **(kwargs or {})))
     except OSError:
         raise
     except Exception as error:  # classes raise what they like

@@ -25,9 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist._keras.data.arrays import ArrayData
 from kerasdist._keras.protocols import KerasHooks
-from kerasdist.strategies.data.batch_split import ArrayEpochs
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, check_choice
 from kerasdist.strategies.reduce.workers import WHOLE, Workers
@@ -218,17 +216,6 @@ class _Divided:
         return iter(self._parts)
 
 
-class BalancedArrays(ArrayEpochs):
-    """See `ArrayEpochs`; each epoch is divided by the present shares."""
-
-    def _reader(self, data: ArrayData) -> Any:
-        return data.pipelines()
-
-    def __iter__(self) -> Iterator[Any]:
-        self.divide()
-        return super().__iter__()
-
-
 class BalancedData(SynchronousData):
     """See `SynchronousData`; parts are by the workers' shares.
 
@@ -237,7 +224,6 @@ class BalancedData(SynchronousData):
     """
 
     balance: Balance
-    array_epochs = BalancedArrays
 
     def end_epoch(self) -> None:
         """See `DataHooks.end_epoch`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -104,12 +103,7 @@ class BlockStrategy(tf.distribute.Strategy):
     def __enter__(self: _Self) -> _Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is None and not self._scope_used:
             _LOG.warning(
                 "kerasdist: a `with` block of a strategy has ended, and no model was "

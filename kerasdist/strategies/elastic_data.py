@@ -178,7 +178,7 @@ class CountedBatches(RepeatableIterator):
 def _as_it_is(dataset: Any) -> Any:
     """Return a dataset that isn't optimized, and of which nothing is read ahead.
 
-    Optimizing takes longer than it saves; see `ArrayData.take`.
+    Optimizing takes longer than it saves; see `ArrayData.pipelines`.
     """
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False

@@ -115,14 +115,9 @@ class LocalWorkers(Workers):
         first = sum(self.job.replicas[: self.communicator.rank])
         return first + _tf.local_replica_id()
 
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> contextlib.AbstractContextManager[None]:
         """Run or trace a step of this worker alone in the block."""
-        before, self._stepping = self._stepping, True
-        try:
-            yield
-        finally:
-            self._stepping = before
+        return _tf.replaced(self, _stepping=True)
 
 
 class LocalTraining:

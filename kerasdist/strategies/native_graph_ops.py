@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -27,51 +27,7 @@ from kerasdist.strategies.native_communicator import NativeCommunicator
 from kerasdist.strategies.options import StrategyJob
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 
-if TYPE_CHECKING:
-    from kerasdist.strategies.reduce.graph_ops import CollectiveOps
-
-
 # Slices of tables to all workers by TensorFlow's collectives, one after the other.
-
-
-def exchange_rows(
-    ops: CollectiveOps,
-    tables: Sequence[Any],
-    there: Any,
-    once: bool,
-    *,
-    dense: Sequence[Any],
-    beside: Sequence[Any],
-    step: bool,
-) -> tuple[list[Any], list[Any]]:
-    """See `CollectiveOps.exchange_rows`.
-
-    Args:
-        ops: Has the other collectives.
-        tables: IndexedSlices.
-        there: 1; or 0 for a worker that contributes none, whatever its slices hold.
-        once: Whether no index of any table occurs twice.
-        dense: Small gradients whose sums are wanted, too.
-        beside: Small tensors whose sums are wanted.
-        step: Whether an optimizer step begins with it.
-    """
-    if there is not None:
-        tables = [_if_any(table, there) for table in tables]
-    sums: list[Any] = []
-    if once:
-        numbers = [tf.size(table.indices, tf.int64) for table in tables]
-        (stacked,) = ops.all_reduce([tf.stack(numbers)], step=step)
-        sums, step = tf.unstack(stacked, len(numbers)), False
-    small = list(dense)
-    if small and there is None:
-        small = ops.all_reduce(small, step=step)
-    elif small:
-        small = ops.sum_gradients(small, there, step=step)
-    slices = [
-        _sum(ops, table, sums[place]) if once else _gathered(ops, table)
-        for place, table in enumerate(tables)
-    ]
-    return slices, [*small, *(ops.all_reduce(beside) if beside else ())]
 
 
 def _if_any(table: Any, there: Any) -> Any:
@@ -254,11 +210,6 @@ class NativeOps(CollectiveOps):
             ]
         return [*sums, *(self.all_reduce(beside) if beside else ())]
 
-    @property
-    def shares_memory(self) -> bool:
-        """See `CollectiveOps.shares_memory`."""
-        return False
-
     def exchange_rows(
         self,
         tables: Sequence[Any],
@@ -270,9 +221,24 @@ class NativeOps(CollectiveOps):
         step: bool = False,
     ) -> tuple[list[Any], list[Any]]:
         """See `CollectiveOps.exchange_rows`; one collective after the other."""
-        return exchange_rows(
-            self, tables, there, bool(once), dense=dense, beside=beside, step=step
-        )
+        # `there` is 0 on a worker that contributes none, whatever its slices hold.
+        if there is not None:
+            tables = [_if_any(table, there) for table in tables]
+        sums: list[Any] = []
+        if once:
+            numbers = [tf.size(table.indices, tf.int64) for table in tables]
+            (stacked,) = self.all_reduce([tf.stack(numbers)], step=step)
+            sums, step = tf.unstack(stacked, len(numbers)), False
+        small = list(dense)
+        if small and there is None:
+            small = self.all_reduce(small, step=step)
+        elif small:
+            small = self.sum_gradients(small, there, step=step)
+        slices = [
+            _sum(self, table, sums[place]) if once else _gathered(self, table)
+            for place, table in enumerate(tables)
+        ]
+        return slices, [*small, *(self.all_reduce(beside) if beside else ())]
 
     def reduce_replicas(
         self, values: Sequence[Sequence[Any]], *, step: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -254,16 +255,7 @@ class ParameterServerStrategy(DataParallelStrategy):
             self._traffic: _Traffic = link
             extended = ElasticExtended
         else:
-            shared = SharedClient.get(
-                place,
-                settings,
-                {"transport": transport, "replicas": len(names)},
-                timeouts,
-                lambda events, timeouts, part: _connect(
-                    *(place, settings, timeouts, transport, len(names), part),
-                    _noting(events),
-                ),
-            )
+            shared = SharedClient.get(place, settings, timeouts, transport, len(names))
             job, self._events = shared.client, shared.events
             leave = shared.leaving()
             self._traffic = shared.client.connections
@@ -368,44 +360,12 @@ class _Traffic(Protocol):
         """Bytes of all replies."""
 
 
-def _connect(
-    place: Cluster,
-    settings: ServerSettings,
-    timeouts: Timeouts,
-    transport: str,
-    replicas: int,
-    part: int,
-    on_event: Callable[[Event], None],
-) -> ServerClient:
-    session = session_name(place, part)
-    reporter = Reporter(session, place.rank or 0)
-    return connect_servers(
-        place,
-        settings,
-        timeouts=timeouts,
-        replicas=replicas,
-        transport=transport,
-        on_event=on_event if settings.mode == "async" else None,
-        on_failure=reporter.failed,
-        join_barrier=settings.mode == "async",
-        session=session,
-    )
-
-
 # The events of other workers, recorded and logged.
 
 
-def _noting(events: list[Event]) -> Callable[[Event], None]:
-    """Return what appends an event to a list, and logs it, since the others go on."""
-
-    def note(event: Event) -> None:
-        events.append(event)
-        _log_event(event)
-
-    return note
-
-
-def _log_event(event: Event) -> None:
+def _note(events: list[Event], event: Event) -> None:
+    """Append an event to a list, and log it, since the others go on."""
+    events.append(event)
     if event.kind == "lost":
         log_in_background(
             logging.WARNING,
@@ -476,25 +436,25 @@ class SharedClient:
         cls,
         place: Cluster,
         settings: ServerSettings,
-        kept: dict[str, Any],
         timeouts: Timeouts,
-        connect: Callable[[list[Event], Timeouts, int], ServerClient],
+        transport: str,
+        replicas: int,
     ) -> SharedClient:
         """Return the connection for another strategy; connect for the first one.
 
         Args:
             place: This task's place in the cluster.
             settings: The servers' settings.
-            kept: Other settings, see the class.
             timeouts: How long each phase may take.
-            connect: Connects, given a list for events, the time-outs and the part of
-                the script, see the class.
+            transport: As that of the strategy.
+            replicas: The number of this worker's replicas.
 
         Raises:
             ClusterError: An error closed an earlier strategy, and no other servers were
                 started since.
         """
-        kept = {**dataclasses.asdict(settings), **dataclasses.asdict(timeouts), **kept}
+        kept = {**dataclasses.asdict(settings), **dataclasses.asdict(timeouts)}
+        kept |= {"transport": transport, "replicas": replicas}
         found = _clients.get(place.servers)
         part = 0
         if found is not None and not found.client.closed and found._kept != kept:
@@ -509,8 +469,20 @@ class SharedClient:
             timeouts = dataclasses.replace(timeouts, startup=startup)
         if found is None or found.client.closed:
             events: list[Event] = []
+            is_async = settings.mode == "async"
+            session = session_name(place, part)
             try:
-                client = connect(events, timeouts, part)
+                client = connect_servers(
+                    place,
+                    settings,
+                    timeouts=timeouts,
+                    replicas=replicas,
+                    transport=transport,
+                    on_event=functools.partial(_note, events) if is_async else None,
+                    on_failure=Reporter(session, place.rank or 0).failed,
+                    join_barrier=is_async,
+                    session=session,
+                )
             except (StartupError, ServerLost) as error:
                 if found is None:
                     raise

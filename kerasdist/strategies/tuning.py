@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kerasdist import _tf
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit
 from kerasdist._keras.elastic.training_state import checkpoint_folder
 from kerasdist.collectives import Communicator
@@ -334,10 +335,7 @@ class TunedStep:
         if self._workers.rank == 0:
             mine = read_known(path, self._tuner.compressors)
         known = Consensus(self._workers).facts(mine).get(0)
-        sizes = [
-            int(np.prod(v.shape)) * np.dtype(v.value.dtype.as_numpy_dtype).itemsize
-            for v in self._trainer.trainable_variables
-        ]
+        sizes = [_tf.bytes_of(v.value) for v in self._trainer.trainable_variables]
         if known is not None:
             name = known["compression"]
             compressor = tuner.compressors[name] if name else tuner.given.compressor

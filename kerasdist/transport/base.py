@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from types import TracebackType
 from typing import Any
 
 from kerasdist.transport.deadline import Deadline
@@ -48,12 +47,7 @@ class Connection:
     def __enter__(self) -> Connection:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fileno(self) -> int:

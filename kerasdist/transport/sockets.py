@@ -18,7 +18,7 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import (
@@ -59,119 +59,6 @@ def receive_descriptor(sock: socket.socket, count: int) -> tuple[bytes, list[int
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     return data, list(fds)
-
-
-def give_descriptor(
-    sock: socket.socket,
-    peer: Peer,
-    call: Call,
-    deadline: Deadline,
-    descriptor: int,
-    aborted: Callable[[], bool],
-) -> None:
-    """Send a file descriptor, which stays open here, too.
-
-    Args:
-        sock: A Unix socket that doesn't block.
-        peer: The rank at its other end.
-        call: The collective that this is part of; the peer's must be equal.
-        deadline: When to give up.
-        descriptor: The file descriptor.
-        aborted: Whether another thread has ended the transport.
-
-    Raises:
-        Aborted, PeerClosed, PeerSilent: See `transport.base`.
-    """
-    header = memoryview(pack_header(FrameType.DESCRIPTOR, 0, call))
-    rights = array.array("i", [descriptor])
-    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-    while header:
-        if aborted():
-            raise Aborted
-        try:
-            sent = sock.sendmsg([header], ancillary)
-        except BlockingIOError:
-            _wait(sock, select.POLLOUT, peer, deadline, aborted)
-        except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:
-                raise connection_broke(peer, error) from error
-            if deadline.expired:
-                raise PeerSilent(peer, f"silent for {deadline.seconds:g} s") from error
-            # Other receivers must take theirs first; no event reports that.
-            time.sleep(_CROWDED_SECONDS)
-        else:
-            header = header[sent:]
-            ancillary = []  # it was sent with the first byte
-
-
-def take_descriptor(
-    sock: socket.socket,
-    peer: Peer,
-    call: Call,
-    deadline: Deadline,
-    aborted: Callable[[], bool],
-) -> int:
-    """Receive a file descriptor, which the caller owns then.
-
-    Args:
-        sock: A Unix socket that doesn't block.
-        peer: The rank at its other end.
-        call: The collective that this is part of.
-        deadline: When to give up.
-        aborted: Whether another thread has ended the transport.
-
-    Raises:
-        Aborted, CallMismatch, PeerClosed, PeerSilent: See `transport.base`.
-        ProtocolError: The frame isn't one with a descriptor. None stays open then.
-    """
-    header = bytearray()
-    descriptors: list[int] = []
-    try:
-        while len(header) < HEADER_BYTES:
-            _wait(sock, select.POLLIN, peer, deadline, aborted)
-            try:
-                data, fds = receive_descriptor(sock, HEADER_BYTES - len(header))
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise connection_broke(peer, error) from error
-            descriptors.extend(fds)
-            if not data:
-                raise PeerClosed(peer, "its connection was closed")
-            header += data
-        kind, _, theirs = unpack_header(header)
-        if theirs != call:
-            raise CallMismatch(peer, call, theirs)
-        if kind is not FrameType.DESCRIPTOR or len(descriptors) != 1:
-            raise ProtocolError(
-                f"{peer} sent a {kind.name} frame with {len(descriptors)} "
-                "descriptors where one memory segment was expected."
-            )
-    except BaseException:
-        for fd in descriptors:
-            os.close(fd)
-        raise
-    return descriptors[0]
-
-
-def _wait(
-    sock: socket.socket,
-    mask: int,
-    peer: Peer,
-    deadline: Deadline,
-    aborted: Callable[[], bool],
-) -> None:
-    poll = select.poll()
-    poll.register(sock, mask)
-    while True:
-        if aborted():
-            raise Aborted
-        if poll.poll(deadline.milliseconds()):
-            break
-        if deadline.expired:
-            raise PeerSilent(peer, f"silent for {deadline.seconds:g} s")
-    if aborted():
-        raise Aborted
 
 
 _NOTHING = memoryview(bytearray())
@@ -436,29 +323,25 @@ class SocketTransport:
             if not spin_until:
                 spin_until = time.monotonic() + _SPIN_SECONDS
             elif time.monotonic() > spin_until:
-                self._sleep(sending, receiving, deadline)
+                masks: dict[socket.socket, int] = {}
+                for one, mask in (sending, select.POLLOUT), (receiving, select.POLLIN):
+                    if one is not None:
+                        peer = one.peer
+                        # Of two ranks it's one socket.
+                        masks[one.sock] = masks.get(one.sock, 0) | mask
+                self._sleep(masks, peer, deadline)
                 continue
             os.sched_yield()
 
     def _sleep(
-        self,
-        sending: _Sending | None,
-        receiving: _Receiving | None,
-        deadline: Deadline,
+        self, masks: dict[socket.socket, int], peer: Peer, deadline: Deadline
     ) -> None:
-        """Wait until one of the frames can advance."""
-        masks: dict[socket.socket, int] = {}
-        if sending is not None:
-            waiting = sending.peer
-            masks[sending.sock] = select.POLLOUT
-        if receiving is not None:
-            waiting = receiving.peer
-            masks[receiving.sock] = masks.get(receiving.sock, 0) | select.POLLIN
+        """Wait until one of the sockets is ready; `peer` is named if none is."""
         poll = select.poll()
         for sock, mask in masks.items():
             poll.register(sock, mask)
         if deadline.expired:
-            raise PeerSilent(waiting, f"silent for {deadline.seconds:g} s")
+            raise PeerSilent(peer, f"silent for {deadline.seconds:g} s")
         poll.poll(deadline.milliseconds())
         if self._aborted:
             raise Aborted
@@ -484,21 +367,8 @@ class SocketTransport:
             for distance in range(1, self.size):
                 to = (self.rank + distance) % self.size
                 source = (self.rank - distance) % self.size
-                give_descriptor(
-                    self._out[to],
-                    self.peers[to],
-                    call,
-                    deadline,
-                    descriptor,
-                    lambda: self._aborted,
-                )
-                received[source] = take_descriptor(
-                    self._in[source],
-                    self.peers[source],
-                    call,
-                    deadline,
-                    lambda: self._aborted,
-                )
+                self._give(to, call, deadline, descriptor)
+                received[source] = self._take(source, call, deadline)
         except BaseException as error:
             for fd in received.values():
                 os.close(fd)
@@ -506,6 +376,63 @@ class SocketTransport:
                 raise Aborted from None
             raise
         return received
+
+    def _give(self, to: int, call: Call, deadline: Deadline, descriptor: int) -> None:
+        """Send a file descriptor, which stays open here, too."""
+        sock, peer = self._out[to], self.peers[to]
+        header = memoryview(pack_header(FrameType.DESCRIPTOR, 0, call))
+        rights = array.array("i", [descriptor])
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        while header:
+            if self._aborted:
+                raise Aborted
+            try:
+                sent = sock.sendmsg([header], ancillary)
+            except BlockingIOError:
+                self._sleep({sock: select.POLLOUT}, peer, deadline)
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise connection_broke(peer, error) from error
+                if deadline.expired:
+                    silence = f"silent for {deadline.seconds:g} s"
+                    raise PeerSilent(peer, silence) from error
+                # Other receivers must take theirs first; no event reports that.
+                time.sleep(_CROWDED_SECONDS)
+            else:
+                header = header[sent:]
+                ancillary = []  # it was sent with the first byte
+
+    def _take(self, source: int, call: Call, deadline: Deadline) -> int:
+        """Receive a file descriptor, which the caller owns then."""
+        sock, peer = self._in[source], self.peers[source]
+        header = bytearray()
+        descriptors: list[int] = []
+        try:
+            while len(header) < HEADER_BYTES:
+                self._sleep({sock: select.POLLIN}, peer, deadline)
+                try:
+                    data, fds = receive_descriptor(sock, HEADER_BYTES - len(header))
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    raise connection_broke(peer, error) from error
+                descriptors.extend(fds)
+                if not data:
+                    raise PeerClosed(peer, "its connection was closed")
+                header += data
+            kind, _, theirs = unpack_header(header)
+            if theirs != call:
+                raise CallMismatch(peer, call, theirs)
+            if kind is not FrameType.DESCRIPTOR or len(descriptors) != 1:
+                raise ProtocolError(
+                    f"{peer} sent a {kind.name} frame with {len(descriptors)} "
+                    "descriptors where one memory segment was expected."
+                )
+        except BaseException:
+            for fd in descriptors:
+                os.close(fd)
+            raise
+        return descriptors[0]
 
     def abort(self) -> None:
         """End every wait, now and later, with `Aborted`. Safe from any thread."""

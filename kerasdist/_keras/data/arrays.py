@@ -359,24 +359,15 @@ class ArrayData:
         self._inputs = None
         return parts
 
-    def take(
-        self,
-        parts: Any,
-        rows: Callable[[Any], Any],
-        finish: Callable[[Any, Any], Any],
-    ) -> Any:
-        """Return a dataset of batches, of which only their own rows are read.
+    def pipelines(self) -> Callable[[Any, Any, Any], Any]:
+        """Return a function that makes datasets of batches, reading own rows only.
 
-        Args:
+        Its arguments:
             parts: A dataset of numbers, one for each batch.
             rows: Returns a batch's index vector, given its number. AutoGraph converts
                 neither this nor `finish`.
             finish: Makes the dataset's element from the batch and its number.
         """
-        return _pipeline(self._taken(), parts, rows, finish)
-
-    def pipelines(self) -> Callable[[Any, Any, Any], Any]:
-        """Return a function like `take` that can be called more than once."""
         return partial(_pipeline, tree.map_structure(_as_tensor, self._taken()))
 
 

@@ -139,9 +139,7 @@ class MetricTotals:
             ]
 
     def _prepare(self, metrics: Sequence[Sequence[Any]]) -> None:
-        size = sum(
-            copies[0].shape.num_elements() * copies[0].dtype.size for copies in metrics
-        )
+        size = sum(_tf.bytes_of(copies[0]) for copies in metrics)
         self._interval = max(-(-size // _MOST), 1)
         for dtype in _by_dtype(metrics):
             self._make(dtype)

@@ -331,30 +331,27 @@ class ElasticStep(ContinuableStep):
 
     def read_metrics(self, read: Callable[[], Any]) -> Any:
         """See `ContinuableStep.read_metrics`."""
-        while True:
-            self._adapt_to_members()
-            try:
-                with self._elastic.section():
-                    self._check()
-                    result = read()
-            except _OutdatedError:
-                continue
-            except Exception as error:
-                if not self._elastic.has_changed(error):
-                    raise
-                continue
-            self._totals.reset()
-            self._taken = current.first_step = 0
-            return result
+        result = self._with_present(read)
+        self._totals.reset()
+        self._taken = current.first_step = 0
+        return result
 
     def sum_metrics(self) -> tuple[int, list[Any]]:
         """See `ContinuableStep.sum_metrics`."""
+        totals = self._totals
+        found: tuple[int, list[Any]] = self._with_present(
+            lambda: (totals.steps, totals.sums(self._metrics()))
+        )
+        return found
+
+    def _with_present(self, call: Callable[[], Any]) -> Any:
+        """Call a function that communicates, again if the workers change in it."""
         while True:
             self._adapt_to_members()
             try:
                 with self._elastic.section():
                     self._check()
-                    return self._totals.steps, self._totals.sums(self._metrics())
+                    return call()
             except _OutdatedError:
                 continue
             except Exception as error:

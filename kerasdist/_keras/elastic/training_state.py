@@ -32,14 +32,7 @@ from kerasdist._keras.data.epoch_iterators import adapter_of
 from kerasdist._keras.data.pydataset import ItemsInOrder, discard_read
 from kerasdist._keras.elastic import finished_calls
 from kerasdist._keras.elastic.finished_calls import fits_of
-from kerasdist._keras.learning_rate import (
-    base_rate,
-    factor_of,
-    leaves_of,
-    scaling_of,
-    set_base_rate,
-    settable,
-)
+from kerasdist._keras.learning_rate import rates_of, set_rates
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import SnapshotError
@@ -356,8 +349,7 @@ def collect(
         "orders": hooks.data.orders,
         "communicator_step": hooks.workers.communicator.step,
         "variables": _form(variables),
-        "rates": [base_rate(each) for each in settable(trainer)],
-        "factors": [factor_of(each) for each in leaves_of(trainer)],
+        **rates_of(trainer),
         "callbacks": finished_calls.changed(current.callbacks, current.begun),
     }
 
@@ -466,12 +458,7 @@ def _apply_counts(
     again: bool = False,
 ) -> None:
     """Set the learning rates, and what the callbacks have counted."""
-    for optimizer, rate in zip(settable(trainer), facts["rates"], strict=True):
-        set_base_rate(optimizer, rate)
-    for optimizer, factor in zip(leaves_of(trainer), facts["factors"], strict=True):
-        scaling = scaling_of(optimizer)
-        if scaling is not None and factor is not None:
-            scaling.set(*factor)
+    set_rates(trainer, facts)
     finished_calls.adopt(callbacks, facts["callbacks"], again=again)
 
 

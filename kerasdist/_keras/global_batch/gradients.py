@@ -31,7 +31,7 @@ from kerasdist._keras.global_batch.losses import part_of, terms_of
 from kerasdist._keras.unscoped_models import copies_of, has_own_step
 from kerasdist._tf.gradient_placement import move_to_device_of
 from kerasdist._tf.patching import Original
-from kerasdist._tf.tensor_origins import captured
+from kerasdist._tf.tensor_origins import reached, sources_of
 from kerasdist._tf.variables import StrategyExtensions, current_facets, is_distributed
 
 RAW, PART, WHOLE = "raw", "part", "whole"
@@ -89,23 +89,16 @@ class TapeGradients:
         return first if first in found else second if second in found else RAW
 
     def _behind(self, gradient: Any) -> set[str]:
-        found: set[str] = set()
-        waiting, seen = [tf.convert_to_tensor(gradient)], set()
-        while waiting:
-            tensor = waiting.pop()
-            if isinstance(tensor, tf.__internal__.EagerTensor):
-                continue
-            key = id(tensor.graph), tensor.name
-            if key in seen:
-                continue
-            seen.add(key)
-            kind = self._kinds.get(tensor.name)
-            if kind is not None and tensor.graph is self._graph:
-                found.add(kind)
-                continue
-            outside = captured(tensor)
-            waiting += tensor.op.inputs if outside is None else [outside]
-        return found
+        def kind_of(tensor: Any) -> str | None:
+            eager = isinstance(tensor, tf.__internal__.EagerTensor)
+            known = not eager and tensor.graph is self._graph
+            return self._kinds.get(tensor.name) if known else None
+
+        every = reached(
+            [tf.convert_to_tensor(gradient)],
+            lambda tensor: () if kind_of(tensor) else sources_of(tensor),
+        )
+        return {kind for tensor in every if (kind := kind_of(tensor)) is not None}
 
 
 def _graph() -> Any:

@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist._tf import tensor_origins
+from kerasdist._tf.tensor_origins import key_of, reached
 
 
 class Kind(NamedTuple):
@@ -105,17 +106,17 @@ class LossKinds:
     def set_mean(self, tensor: Any) -> None:
         """Declare a number as a mean over rows: it was corrected already."""
         if tf.is_tensor(tensor) and not _is_eager(tensor):
-            self._kinds[_key(tensor)] = Kind(0)
+            self._kinds[key_of(tensor)] = Kind(0)
 
     def set_constant(self, tensor: Any) -> None:
         """Declare a tensor as the same on all replicas."""
         if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
-            self._kinds[_key(tensor)] = CONSTANT
+            self._kinds[key_of(tensor)] = CONSTANT
 
     def set_rows(self, tensor: Any) -> None:
         """Declare a tensor as one with the batch's rows, whatever its origin."""
         if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
-            self._kinds[_key(tensor)] = ROWS
+            self._kinds[key_of(tensor)] = ROWS
             for rebuilt in self._for(tensor.graph):
                 rebuilt.give(tensor)
 
@@ -125,25 +126,17 @@ class LossKinds:
             rank = tensor.shape.rank
             return ROWS if rank and tensor.shape[0] == int(self._rows) else OTHER
         # Not by recursion alone: a loop may add up hundreds of numbers.
-        for one in reversed(self._unknown_numbers(tensor)):
-            key = _key(one)
+        for one in reversed([*reached([tensor], self._unknown_numbers)]):
+            key = key_of(one)
             if key not in self._kinds:
                 self._kinds[key] = OTHER  # in case it depends on itself, in a loop
                 self._kinds[key] = self._find(one)
-        return self._kinds[_key(tensor)]
+        return self._kinds[key_of(tensor)]
 
     def _unknown_numbers(self, tensor: Any) -> list[Any]:
-        """Return a tensor and the scalars it's computed from, each before its own."""
-        found, waiting, seen = [], [tensor], set()
-        while waiting:
-            one = waiting.pop()
-            key = _key(one)
-            if key in self._kinds or key in seen:
-                continue
-            seen.add(key)
-            found.append(one)
-            waiting += [given for given in one.op.inputs if given.shape.rank == 0]
-        return found
+        if key_of(tensor) in self._kinds:
+            return []
+        return [given for given in tensor.op.inputs if given.shape.rank == 0]
 
     def whole(
         self, tensor: Any, sums: Callable[[list[Any], list[int]], list[Any]]
@@ -160,14 +153,14 @@ class LossKinds:
         """
         if _is_eager(tensor) or tensor.shape.rank != 0:
             return None
-        key = _key(tensor)
+        key = key_of(tensor)
         if key not in self._wholes:
             self._wholes[key] = self._compute(tensor, sums)
         return self._wholes[key]
 
     def known_whole(self, tensor: Any) -> Whole | None:
         """Return the result of an earlier call of `whole`; None if there was none."""
-        return None if _is_eager(tensor) else self._wholes.get(_key(tensor))
+        return None if _is_eager(tensor) else self._wholes.get(key_of(tensor))
 
     def is_function(self, tensor: Any) -> bool:
         """Return whether a scalar is a function of reduced numbers, see `whole`."""
@@ -192,13 +185,13 @@ class LossKinds:
         if found is None:
             return None
         operations, terms = found
-        given = {_key(term): term for term in terms}
+        given = {key_of(term): term for term in terms}
         reduced = [term for term in terms if self.of(term) != CONSTANT]
         kinds = [self.of(term) for term in reduced]
         if reduced:
-            keys = [_key(term) for term in reduced]
+            keys = [key_of(term) for term in reduced]
             given |= zip(keys, reduce(reduced, kinds), strict=True)
-        return _with(operations, given)[_key(tensor)]
+        return _with(operations, given)[key_of(tensor)]
 
     def _compute(self, tensor: Any, sums: Any) -> Whole | None:
         found = self._function(tensor)
@@ -216,8 +209,8 @@ class LossKinds:
             # A copy, because one term may be computed from another one.
             given[i] = tf.stop_gradient(tf.identity(given[i]))
         value = _with(
-            operations, dict(zip((_key(term) for term in terms), given, strict=True))
-        )[_key(tensor)]
+            operations, dict(zip((key_of(term) for term in terms), given, strict=True))
+        )[key_of(tensor)]
         slopes = tf.gradients(
             value, [given[i] for i in floats], unconnected_gradients="zero"
         )
@@ -250,7 +243,7 @@ class LossKinds:
                 continue
             kind = self.of(one)
             if isinstance(kind, (Kind, Extreme) if of_all else Kind):
-                terms[_key(one)] = one
+                terms[key_of(one)] = one
                 continue
             operation = one.op
             if operation.name in seen:
@@ -352,7 +345,7 @@ class LossKinds:
         kinds._summed, kinds._known = self._summed, self._known
         kinds._graph = given[0][0].graph if given else None
         kinds._rebuilt = [rebuilt.inside(given) for rebuilt in self._for(graph)]
-        kinds._kinds = {_key(inner): self.of(outer) for inner, outer in given}
+        kinds._kinds = {key_of(inner): self.of(outer) for inner, outer in given}
         return kinds
 
     def _rebuilt_shapes(self, tensor: Any) -> tuple[Any, Any]:
@@ -388,9 +381,9 @@ class LossKinds:
 def _with(operations: Sequence[Any], given: dict[Any, Any]) -> dict[Any, Any]:
     """Copy operations with other inputs; return all tensors by their keys."""
     for operation in operations:
-        inputs = [given[_key(tensor)] for tensor in operation.inputs]
+        inputs = [given[key_of(tensor)] for tensor in operation.inputs]
         outputs = tensor_origins.copied(operation, inputs)
-        given |= zip((_key(t) for t in operation.outputs), outputs, strict=True)
+        given |= zip((key_of(t) for t in operation.outputs), outputs, strict=True)
     return given
 
 
@@ -408,7 +401,3 @@ def _of_product(one: Kind, other: Kind) -> Any:
 
 def _is_eager(tensor: Any) -> bool:
     return isinstance(tensor, tf.__internal__.EagerTensor)
-
-
-def _key(tensor: Any) -> Any:
-    return id(tensor.graph), tensor.name

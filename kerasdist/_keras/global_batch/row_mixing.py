@@ -24,7 +24,13 @@ from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import Kind, LossKinds
 from kerasdist._tf.patching import Original
-from kerasdist._tf.tensor_origins import RebuiltGraph, called, captured, constant
+from kerasdist._tf.tensor_origins import (
+    RebuiltGraph,
+    called,
+    captured,
+    constant,
+    key_of,
+)
 
 # Losses and metrics of `compile` that mix the rows of a batch, on all of its rows.
 #
@@ -89,11 +95,8 @@ def metric(
     if len(whole.shape):
         whole = _own(whole)
     current.kinds.set_mean(whole)
-    self._fn = lambda *given, **more: whole
-    try:
+    with _tf.replaced(self, _fn=lambda *given, **more: whole):
         return original(self, y_true, y_pred, sample_weight)
-    finally:
-        self._fn = function
 
 
 def _is_plain(function: Any) -> bool:
@@ -284,7 +287,7 @@ class _States:
     """
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        self._found = {_key(tensor): ROWS for tensor in inputs}
+        self._found = {key_of(tensor): ROWS for tensor in inputs}
         self._few, self._more = (RebuiltGraph(rows) for rows in (5, 7))
         for tensor in inputs:
             self._few.give(tensor)
@@ -295,20 +298,20 @@ class _States:
         waiting = [target]
         while waiting:
             tensor = waiting[-1]
-            if _key(tensor) in self._found:
+            if key_of(tensor) in self._found:
                 waiting.pop()
                 continue
-            missing = [t for t in tensor.op.inputs if _key(t) not in self._found]
+            missing = [t for t in tensor.op.inputs if key_of(t) not in self._found]
             if missing:
                 waiting += missing
                 continue
-            self._found[_key(tensor)] = self._find(tensor)
-        return self._found[_key(target)]
+            self._found[key_of(tensor)] = self._find(tensor)
+        return self._found[key_of(target)]
 
     def _find(self, tensor: Any) -> str:
         operation = tensor.op
         kind, inputs = operation.type, list(operation.inputs)
-        states = [self._found[_key(each)] for each in inputs]
+        states = [self._found[key_of(each)] for each in inputs]
         if kind == "Placeholder":
             return ONE if captured(tensor) is not None else MIXED
         if MIXED in states:
@@ -394,7 +397,7 @@ class _States:
         inner = _States([])
         inner._few = self._few.inside(given)
         inner._more = self._more.inside(given)
-        inner._found = {_key(one): self._found[_key(other)] for one, other in given}
+        inner._found = {key_of(one): self._found[key_of(other)] for one, other in given}
         return inner.of(result)
 
     def _shapes(self, tensor: Any) -> tuple[list[Any], list[Any]]:
@@ -466,7 +469,3 @@ def _keeps_rows(tensor: Any, axis: int, axes: list[Any]) -> bool:
         if at is not None
     }
     return letters == {right[axis]}
-
-
-def _key(tensor: Any) -> Any:
-    return id(tensor.graph), tensor.name

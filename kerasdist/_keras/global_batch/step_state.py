@@ -33,7 +33,7 @@ from kerasdist._keras.global_batch.loss_kinds import CONSTANT, Extreme, Kind, Lo
 from kerasdist._keras.global_batch.losses import part_of
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.patching import Original
-from kerasdist._tf.tensor_origins import captured, outermost
+from kerasdist._tf.tensor_origins import outermost, reached, sources_of
 from kerasdist._tf.variables import CHIEFS_STATE, is_distributed
 
 
@@ -280,7 +280,8 @@ def _added_to(value: Any, handle: Any) -> Any | None:
         added = one
     else:
         return None
-    return None if _depends(added, handle) else added
+    depends = any(each is handle for each in reached([added], sources_of))
+    return None if depends else added
 
 
 def _is_read(tensor: Any, handle: Any) -> bool:
@@ -289,19 +290,3 @@ def _is_read(tensor: Any, handle: Any) -> bool:
     return (
         tensor.op.type == "ReadVariableOp" and outermost(tensor.op.inputs[0]) is handle
     )
-
-
-def _depends(tensor: Any, handle: Any) -> bool:
-    waiting, seen = [tensor], set()
-    while waiting:
-        one = waiting.pop()
-        if one is handle:
-            return True
-        if isinstance(one, tf.__internal__.EagerTensor):
-            continue
-        key = id(one.graph), one.name
-        if key not in seen:
-            seen.add(key)
-            outer = captured(one)
-            waiting += one.op.inputs if outer is None else [outer]
-    return False

@@ -32,6 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._tf.tensor_origins import CALLS, CASES, IFS, WHILES, reached
 from kerasdist.placement.partition import TensorCost
 
 # Kinds of operations.
@@ -51,9 +52,7 @@ _TRANSPOSED = {
     "Conv3DBackpropInputV2",
     "DepthwiseConv2dNativeBackpropInput",
 }
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-_LOOPS = {"StatelessWhile", "While"}
-_BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
+_BRANCHES = {*CASES, *IFS}
 # They add an item to a list; from each to the number of the input that is the item.
 _LIST_ITEM = {"TensorListPushBack": 1, "TensorListSetItem": 2}
 # They read a shape, not the elements: TensorFlow replaces them by constants.
@@ -250,13 +249,8 @@ def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
 
 def _order(step: Traced) -> tuple[list[int], int]:
     """Return what a step runs, in order, and the position at which *late* begins."""
-    needed: set[str] = set()
-    left = [tensor.op for tensor in (*step.outputs, *step.gradients)]
-    while left:
-        op = left.pop()
-        if op.name not in needed:
-            needed.add(op.name)
-            left += [tensor.op for tensor in op.inputs]
+    ends = (*step.outputs, *step.gradients)
+    needed = {each.op.name for each in reached(ends, lambda each: each.op.inputs)}
     late = {tensor.op.name for tensor in step.seeds}
     parts: tuple[list[int], list[int]] = [], []
     for i, op in enumerate(step.made):
@@ -273,7 +267,7 @@ def _memory(step: Traced, made: Sequence[Any]) -> dict[str, _Memory]:
     seeds = {tensor.name for tensor in step.seeds}
     found: dict[str, _Memory] = {}
     for place, op in enumerate(made):
-        lists = _loop_lists(op) if op.type in _LOOPS else {}
+        lists = _loop_lists(op) if op.type in WHILES else {}
         for index, output in enumerate(op.outputs):
             name = key = output.name
             if op.type in _ALIASES:
@@ -346,9 +340,9 @@ def _flops(op: Any) -> float:
             return 0.0
         channels = kernel[-1] * (kernel[-2] if kind.startswith("Depthwise") else 1)
         return 2.0 * _elements(side) * math.prod(kernel) / max(channels, 1)
-    if kind in _LOOPS:
+    if kind in WHILES:
         return _loop_steps(op) * _function_flops(op, op.get_attr("body"))
-    if kind in _CALLS:
+    if kind in CALLS:
         return _function_flops(op, op.get_attr("f"))
     if kind in _BRANCHES:
         if kind.endswith("Case"):

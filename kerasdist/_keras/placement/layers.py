@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
+from kerasdist import _tf
 from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import STAGE, VARIABLE_DEVICE, facets_of
 
@@ -169,11 +170,8 @@ def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any
 
 def export_model(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Model.export`: the exported model runs on the device that loads it."""
-    before, _calls.exporting = _calls.exporting, True
-    try:
+    with _tf.replaced(_calls, exporting=True):
         return original(model, *args, **kwargs)
-    finally:
-        _calls.exporting = before
 
 
 def calls_now() -> list[Any]:
@@ -181,14 +179,9 @@ def calls_now() -> list[Any]:
     return list(_calls.stack)
 
 
-@contextlib.contextmanager
-def calling(calls: list[Any]) -> Iterator[None]:
+def calling(calls: list[Any]) -> contextlib.AbstractContextManager[None]:
     """Restore the calls that `calls_now` has returned, in the block."""
-    before, _calls.stack = _calls.stack, list(calls)
-    try:
-        yield
-    finally:
-        _calls.stack = before
+    return _tf.replaced(_calls, stack=list(calls))
 
 
 def init_variable(original: Original, variable: Any, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +192,7 @@ def init_variable(original: Original, variable: Any, *args: Any, **kwargs: Any) 
         return
     paths, device = _calls.stack[-1] if _calls.stack else ((), None)
     wish = placer.variable_device(current_path(), paths, device)
-    with _making(wish):
+    with _tf.replaced(_calls, device=wish):
         original(variable, *args, **kwargs)
     if variable._value is None:
         VARIABLE_DEVICE.set(variable, wish)  # Keras gives it a value later
@@ -210,7 +203,7 @@ def initialize_variable(
 ) -> None:
     """Replace `Variable._initialize`: likewise for a value that is given later."""
     wish = VARIABLE_DEVICE.pop(variable)
-    with _making(wish) if wish else contextlib.nullcontext():
+    with _tf.replaced(_calls, device=wish) if wish else contextlib.nullcontext():
         original(variable, *args, **kwargs)
 
 
@@ -271,17 +264,8 @@ def own_variables(layer: Any) -> list[Any]:
 def move(variable: Any, device: str) -> None:
     """Put a variable on another device: a new one gets its value."""
     value = variable.value.read_value()
-    with tf.init_scope(), _making(device):
+    with tf.init_scope(), _tf.replaced(_calls, device=device):
         variable._initialize(value)
-
-
-@contextlib.contextmanager
-def _making(device: str) -> Iterator[None]:
-    before, _calls.device = _calls.device, device
-    try:
-        yield
-    finally:
-        _calls.device = before
 
 
 def _inside(layer: Any) -> list[Any]:
@@ -323,5 +307,4 @@ def _devices(variables: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _bytes(variable: Any) -> int:
-    value = variable._value
-    return int(value.shape.num_elements() or 0) * int(value.dtype.size)
+    return _tf.bytes_of(variable._value)

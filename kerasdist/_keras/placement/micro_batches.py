@@ -30,6 +30,7 @@ import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import global_state, masking
 
+from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import LossKinds
 from kerasdist._keras.global_batch.step_state import is_of_keras
@@ -79,10 +80,7 @@ class _Rows:
         if not self.known:
             start = tf.maximum(start, 0)
         if isinstance(value, tf.SparseTensor):
-            rest = tf.cast(tf.shape(value)[1:], tf.int64)
-            begin = tf.concat([tf.cast([start], tf.int64), tf.zeros_like(rest)], 0)
-            length = tf.concat([tf.cast([size], tf.int64), rest], 0)
-            return tf.sparse.slice(value, begin, length)
+            return _tf.sparse_rows(value, start, size)
         return value[start : start + size]
 
     def without_filling(self, value: Any) -> Any:
@@ -125,15 +123,10 @@ def dividing(parts: int, merge: Callable[..., Any] | None = None) -> Iterator[Ma
         merge: Makes one process's gradient of the one that a tape returns, given it and
             `marks`.
     """
-    before = _state.parts, _state.marks
-    _state.parts, _state.marks = parts, Marks()
-    marks = _state.marks
-    merged = merge and functools.partial(merge, marks=marks)
-    try:
-        with setting(merge=merged if parts > 1 else None):
-            yield marks
-    finally:
-        _state.parts, _state.marks = before
+    marks = Marks()
+    merged = functools.partial(merge, marks=marks) if merge and parts > 1 else None
+    with _tf.replaced(_state, parts=parts, marks=marks), setting(merge=merged):
+        yield marks
 
 
 def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,11 +175,8 @@ def _call(
     outputs, losses = [], []
     with setting(written=functools.partial(_warn_of_state, layer)):
         for rows, (own_args, own_kwargs) in zip(parts, given, strict=True):
-            _state.rows = rows
-            try:
+            with _tf.replaced(_state, rows=rows):
                 outputs.append(original(layer, *own_args, **own_kwargs))
-            finally:
-                _state.rows = None
             losses.append({id(one): list(one._losses) for one in _layers(layer)})
     for one in _layers(layer):
         one._losses[:] = _join_losses([part.get(id(one), []) for part in losses], parts)
@@ -339,15 +329,7 @@ def _join(values: Any, parts: list[_Rows], marks: Marks, call: int) -> Any:
         return first
     pairs = list(zip(values, parts, strict=True))
     if isinstance(first, tf.SparseTensor):
-        rest = tf.cast(tf.shape(first)[1:], tf.int64)
-        cut = [
-            tf.sparse.slice(
-                x,
-                tf.zeros_like(tf.shape(x, out_type=tf.int64)),
-                tf.concat([tf.cast([rows.size], tf.int64), rest], 0),
-            )
-            for x, rows in pairs
-        ]
+        cut = [_tf.sparse_rows(x, 0, rows.size) for x, rows in pairs]
         return tf.sparse.concat(0, cut)
     if not isinstance(first, tf.RaggedTensor) and first.shape.rank == 0:
         return _mean(pairs) if first.dtype.is_floating else values[-1]

@@ -51,14 +51,9 @@ class _RematerializeState(threading.local):
 _state = _RematerializeState()
 
 
-@contextlib.contextmanager
-def rematerializing(active: bool = True) -> Iterator[None]:
+def rematerializing(active: bool = True) -> contextlib.AbstractContextManager[None]:
     """Recompute the activations of layers that are called inside of the block."""
-    before, _state.active = _state.active, active
-    try:
-        yield
-    finally:
-        _state.active = before
+    return _tf.replaced(_state, active=active)
 
 
 def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -223,7 +218,8 @@ def _segment(
             if mask is not None:
                 masking.set_keras_mask(tensor, mask)
         counts = [len(layer._losses) for layer in every]
-        with _running(seeds, second_run), calling(calls), _in_context(context):
+        running = _tf.replaced(_state, seeds=seeds, second_run=second_run, drawn=0)
+        with running, calling(calls), _in_context(context):
             outputs = run(given)
         losses = [layer._losses[n:] for layer, n in zip(every, counts, strict=True)]
         for layer, count in zip(every, counts, strict=True):
@@ -283,15 +279,6 @@ def _segment(
     for layer, losses in zip(every, known["losses"], strict=True):
         layer._losses.extend(flat.pop(0) for _ in losses)
     return tree.pack_sequence_as(known["outputs"], leaves)
-
-
-@contextlib.contextmanager
-def _running(seeds: list[Any], second_run: bool) -> Iterator[None]:
-    _state.seeds, _state.second_run, _state.drawn = seeds, second_run, 0
-    try:
-        yield
-    finally:
-        _state.seeds, _state.second_run = None, False
 
 
 @contextlib.contextmanager

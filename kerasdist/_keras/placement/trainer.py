@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -148,7 +149,7 @@ def make_function(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
         function = getattr(trainer, f"{kind}_function")
         if function is not None and not isinstance(function, _Recorded):
             if kind == "train":
-                function = _count_ends(trainer, _count(trainer, function))
+                function = _count(trainer, function)
             recorded = _Recorded(placer, trainer, kind, function)
             setattr(trainer, f"{kind}_function", recorded)
     return getattr(trainer, f"{_KINDS[original.__name__]}_function")
@@ -210,13 +211,14 @@ class _Recorded:
 
 
 def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same training function, whose steps are counted for error messages.
+    """Return the same training function, whose steps are counted as in plain Keras.
 
-    In a call that takes several steps the first one counts until the call ends.
+    For error messages: in a call that takes several steps the first one counts until
+    the call ends. And in `iterations` at ends of data: there a step of plain Keras on
+    data of unknown length finds no batch, and has counted itself.
     """
     counter = facets_of(trainer.distribute_strategy).step_counter
-    if counter is None:
-        return function
+    counter = counter or types.SimpleNamespace(step=0)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -224,8 +226,13 @@ def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         counter.step = before + 1
         try:
             result = function(*args, **kwargs)
-        except (StopIteration, tf.errors.OutOfRangeError):
+        except (StopIteration, tf.errors.OutOfRangeError) as error:
             counter.step = before  # the data had ended
+            optimizer = trainer.optimizer
+            scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            counts = optimizer is not None and not scales and not trainer.run_eagerly
+            if counts and not isinstance(error, StopIteration):
+                optimizer.iterations.assign_add(1)
             raise
         counter.step = before + int(trainer.steps_per_execution)
         return result
@@ -251,27 +258,6 @@ def begin_with_batch(
     placed = placer_of(trainer.distribute_strategy) is not None
     made: Callable[..., Any] = original(trainer, step if placed else step_function)
     return made
-
-
-def _count_ends(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same training function, which counts as plain Keras at ends of data.
-
-    There a step of plain Keras on data of unknown length finds no batch, and has
-    counted itself in `iterations`.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except tf.errors.OutOfRangeError:
-            optimizer = trainer.optimizer
-            scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-            if optimizer is not None and not scales and not trainer.run_eagerly:
-                optimizer.iterations.assign_add(1)
-            raise
-
-    return call
 
 
 def name_the_lost(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -28,10 +28,9 @@ from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.learning_rate import (
     base_rate,
-    factor_of,
-    leaves_of,
-    scaling_of,
+    rates_of,
     set_base_rate,
+    set_rates,
     settable,
 )
 from kerasdist._keras.protocols import AsyncHooks, dynamic_hooks, hooks_of
@@ -100,11 +99,7 @@ def on_epoch_end(original: Original, self: Any, *args: Any, **kwargs: Any) -> An
         epochs = (self.params or {}).get("epochs")
         if epoch is not None and epochs is not None and epoch + 1 < epochs:
             evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
-            known = {
-                "rates": [base_rate(optimizer) for optimizer in settable(model)],
-                "factors": [factor_of(optimizer) for optimizer in leaves_of(model)],
-                "evaluated": evaluated,
-            }
+            known = {**rates_of(model), "evaluated": evaluated}
             dynamic.admit(epoch + 1, known, statistics_of(model))
     return result
 
@@ -151,12 +146,7 @@ def on_train_begin(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
         return result
     model._initial_epoch, known = dynamic.join(statistics_of(model))
     current.joined = True
-    for optimizer, rate in zip(settable(model), known["rates"], strict=True):
-        set_base_rate(optimizer, rate)
-    for optimizer, facts in zip(leaves_of(model), known["factors"], strict=True):
-        scaling = scaling_of(optimizer)
-        if scaling is not None and facts is not None:
-            scaling.set(*facts)
+    set_rates(model, known)
     if known["evaluated"]:
         # The others use one iterator, made by `fit`, for all their evaluations. From
         # now on every worker makes a new one each time.

@@ -369,28 +369,26 @@ def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `fit`: the start-up line, the chief's progress bar, the lost worker."""
     hooks = hooks_of(trainer.distribute_strategy)
     is_measurable = timer_of(trainer.distribute_strategy) is not None
-    if is_measurable and current.replace_callbacks is not None and not current.fitting:
-        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
-        given = bound.arguments.get("callbacks") or []
-        listed = list(given) if isinstance(given, (list, tuple)) else [given]
-        bound.arguments["callbacks"] = current.replace_callbacks(trainer, listed)
-        args, kwargs = bound.args[1:], bound.kwargs
-    if hooks is None:
-        if not is_measurable:
-            return original(trainer, *args, **kwargs)
-        with _reporting_failure(original, trainer, args, kwargs):
-            return original(trainer, *args, **kwargs)
-    args, kwargs, verbose = _hide_progress_bar(original, hooks, trainer, args, kwargs)
-    fitting = 1 if verbose == 0 else 2
+    if hooks is None and not is_measurable:
+        return original(trainer, *args, **kwargs)
     bound = inspect.signature(original).bind(trainer, *args, **kwargs)
+    arguments = bound.arguments
+    if is_measurable and current.replace_callbacks is not None and not current.fitting:
+        given = arguments.get("callbacks") or []
+        listed = list(given) if isinstance(given, (list, tuple)) else [given]
+        arguments["callbacks"] = current.replace_callbacks(trainer, listed)
+    if hooks is None:
+        with _reporting_failure(trainer, arguments):
+            return original(*bound.args, **bound.kwargs)
+    _hide_progress_bar(hooks, arguments)
     facts: dict[str, Any] = {
-        "fitting": fitting,
+        "fitting": 1 if arguments.get("verbose", "auto") == 0 else 2,
         "joined": False,
         "resumed": None,
-        "epoch": bound.arguments.get("initial_epoch", 0),
+        "epoch": arguments.get("initial_epoch", 0),
         "callbacks": (),
         "begun": (),
-        "epochs": bound.arguments.get("epochs", 1),
+        "epochs": arguments.get("epochs", 1),
         "iterator": None,
     }
     facts["data_pending"] = hooks.dynamic is not None
@@ -398,7 +396,7 @@ def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     if hooks.elastic is not None:
         if is_outermost:
             calls_of(hooks, hooks.elastic).fits += 1
-        _note_data(hooks, bound.arguments)
+        _note_data(hooks, arguments)
         facts["succession"] = ChiefFailover(hooks, hooks.elastic)
         facts["resumption"] = None
         if is_outermost and hooks.checkpoint is not None:
@@ -412,8 +410,8 @@ def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         initial = getattr(trainer, "_initial_epoch", None)
         try:
-            with _reporting_failure(original, trainer, args, kwargs):
-                result = original(trainer, *args, **kwargs)
+            with _reporting_failure(trainer, arguments):
+                result = original(*bound.args, **bound.kwargs)
             if hooks.elastic is not None:
                 # After it the chief's files are complete, or it has been lost.
                 hooks.consensus.any_of(False)
@@ -438,15 +436,12 @@ def _note_data(hooks: KerasHooks, arguments: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _reporting_failure(
-    original: Original, trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[None]:
+def _reporting_failure(trainer: Any, arguments: dict[str, Any]) -> Iterator[None]:
     """Call `JobCallback.on_failure` when `fit` raises."""
     try:
         yield
     except Exception as error:
-        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
-        given = bound.arguments.get("callbacks") or ()
+        given = arguments.get("callbacks") or ()
         given = getattr(given, "callbacks", given)
         for callback in given if isinstance(given, (list, tuple)) else [given]:
             if isinstance(callback, JobCallback):
@@ -462,21 +457,22 @@ def on_chief_only(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
     if hooks is None:
         with setting(evaluating=True):
             return original(trainer, *args, **kwargs)
+    bound = inspect.signature(original).bind(trainer, *args, **kwargs)
     elastic = None if current.fitting else hooks.elastic
     if elastic is not None and elastic.joining:
         name = original.__name__
         if name != "evaluate":
             refuse_newcomer(hooks, name)
-        bound = inspect.signature(original).bind(trainer, *args, **kwargs)
         _note_data(hooks, bound.arguments)
         return calls_of(hooks, elastic).find(name, hooks)
-    args, kwargs, _ = _hide_progress_bar(original, hooks, trainer, args, kwargs)
+    _hide_progress_bar(hooks, bound.arguments)
+    args, kwargs = bound.args, bound.kwargs
 
     def call(rebuild: bool) -> Any:
         if rebuild and "_use_cached_eval_dataset" in kwargs:
             kwargs["_use_cached_eval_dataset"] = False
         renew_prediction(trainer, hooks)
-        return original(trainer, *args, **kwargs)
+        return original(*args, **kwargs)
 
     def retrace() -> None:
         trainer.test_function = trainer.predict_function = None
@@ -498,23 +494,13 @@ def on_chief_only(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
         return result
 
 
-def _hide_progress_bar(
-    original: Original,
-    hooks: KerasHooks,
-    trainer: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+def _hide_progress_bar(hooks: KerasHooks, arguments: dict[str, Any]) -> None:
     """Turn the progress bar off on all ranks but the chief."""
-    signature = inspect.signature(original)
-    bound = signature.bind(trainer, *args, **kwargs)
     shown = hooks.elastic is not None and show_on_chief(
-        bound.arguments, lambda: hooks.workers.rank
+        arguments, lambda: hooks.workers.rank
     )
     if hooks.workers.rank > 0 and not shown:
-        bound.arguments["verbose"] = 0
-    verbose = bound.arguments.get("verbose", "auto")
-    return bound.args[1:], bound.kwargs, verbose
+        arguments["verbose"] = 0
 
 
 def after_epoch(trainer: Any) -> None:

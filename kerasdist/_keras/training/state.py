@@ -145,18 +145,20 @@ def state_of(
 
     if only_weights:
         return named([*trainer.trainable_weights, *_statistics(trainer)]), []
-    own = {id(variable) for variable in trainer.metrics_variables}
+    variables, parts = _common(trainer)
+    return named(variables), named(parts)
+
+
+def _common(trainer: Any) -> tuple[list[Any], list[Any]]:
+    """Return Keras's variables that are the same on all ranks, and gradients' sums.
+
+    The latter each replica has added up by itself, like the metrics.
+    """
+    parts = [v for each in optimizers_of(trainer) for v in own_accumulators(each)]
+    own = {id(variable) for variable in (*trainer.metrics_variables, *parts)}
     for layer in trainer._flatten_layers():
         own.update(id(state) for state in _states_of_rows(layer))
-    variables = [v for v in trainer.variables if id(v) not in own]
-    parts: list[Any] = []
-    for optimizer in optimizers_of(trainer):
-        parts += own_accumulators(optimizer)
-        variables += optimizer.variables
-    theirs = {id(variable) for variable in parts}
-    unique = {id(v): v for v in variables if id(v) not in theirs}
-    variables = list(unique.values())
-    return named(variables), named(parts)
+    return [v for v in _all_variables(trainer) if id(v) not in own], parts
 
 
 def take_epoch(trainer: Any, hooks: KerasHooks, root: int) -> None:
@@ -193,11 +195,7 @@ def whole_state(trainer: Any) -> list[Any]:
 
 def updated_state(trainer: Any) -> list[Any]:
     """Return TensorFlow's variables of everything that optimizers update."""
-    variables = list(trainer.trainable_variables)
-    for optimizer in optimizers_of(trainer):
-        variables += optimizer.variables
-    unique = {id(variable): variable for variable in variables}
-    return [variable.value for variable in unique.values()]
+    return [v.value for v in _with_slots(trainer, trainer.trainable_variables)]
 
 
 def state_to_give(trainer: Any) -> list[Any]:
@@ -205,13 +203,7 @@ def state_to_give(trainer: Any) -> list[Any]:
 
     Without the metrics and the gradients that each replica has added up by itself.
     """
-    own = {id(variable) for variable in trainer.metrics_variables}
-    for optimizer in optimizers_of(trainer):
-        own.update(id(variable) for variable in own_accumulators(optimizer))
-    for layer in trainer._flatten_layers():
-        own.update(id(state) for state in _states_of_rows(layer))
-    variables = [v.value for v in _all_variables(trainer) if id(v) not in own]
-    return [*variables, *_plain(trainer)]
+    return [*(v.value for v in _common(trainer)[0]), *_plain(trainer)]
 
 
 @contextlib.contextmanager
@@ -242,7 +234,10 @@ def copied_to(trainer: Any, device: str) -> Iterator[None]:
 
 def _all_variables(trainer: Any) -> list[Any]:
     """Return Keras's variables of everything that training changes, each once."""
-    variables = [*trainer.variables, *trainer.metrics_variables]
-    for optimizer in optimizers_of(trainer):
-        variables += optimizer.variables
-    return list({id(variable): variable for variable in variables}.values())
+    return _with_slots(trainer, [*trainer.variables, *trainer.metrics_variables])
+
+
+def _with_slots(trainer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return variables, and those of the optimizers behind them, each once."""
+    slots = [v for each in optimizers_of(trainer) for v in each.variables]
+    return list({id(variable): variable for variable in (*variables, *slots)}.values())

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -181,14 +180,6 @@ class _OtherLauncher:
         where = split_address(addresses[0])[0] if addresses else "without tasks"
         return f"{'a host' if self.rank < 0 else f'host {self.rank}'} ({where})"
 
-    @property
-    def has_left(self) -> bool:
-        """Whether it has gone; it sends nothing while it waits."""
-        try:
-            return bool(select.select([self.connection.sock], [], [], 0)[0])
-        except (OSError, ValueError):
-            return True
-
 
 def _collect(
     options: NodeOptions, mine: dict[str, Any], secret: bytes
@@ -207,7 +198,7 @@ def _collect(
 
     def drop_those_that_left() -> None:
         # One that was killed while it waited may come again, to its place.
-        others[:] = [each for each in others if not each.has_left]
+        others[:] = [each for each in others if not each.connection.ended]
 
     with contextlib.ExitStack() as undo:
         listener = Listener.acquire(options.rendezvous, secret, float(options.seconds))

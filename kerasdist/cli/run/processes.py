@@ -8,7 +8,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
+
+from kerasdist.cli.run.hosts.agent import below, signal_all, state_of
 
 # The signals with which a job is ended from outside, beside SIGKILL.
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -36,57 +37,12 @@ def adopt_orphans() -> Iterator[None]:
         prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
-def descendants(root: int) -> list[int]:
-    """Return the ids of all living processes below `root`, parents first.
-
-    Zombies aren't living: they only wait for their parent to look.
-    """
-    children: dict[int, list[tuple[int, bool]]] = {}
-    for pid, parent, alive in _processes():
-        children.setdefault(parent, []).append((pid, alive))
-    found: list[int] = []
-    todo = [root]
-    while todo:
-        for pid, alive in children.pop(todo.pop(0), []):
-            todo.append(pid)
-            if alive:
-                found.append(pid)
-    return found
-
-
-def _processes() -> Iterator[tuple[int, int, bool]]:
-    """Yield (process id, parent's id, whether it is alive) of every process."""
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        # It may have ended in between.
-        if found := _state_of(int(name)):
-            yield int(name), int(found[1]), found[0] not in (b"Z", b"X")
-
-
-def _state_of(pid: int) -> list[bytes]:
-    """Return a process's state, a letter, and its parent; empty if it has ended."""
-    try:
-        text = Path("/proc", str(pid), "stat").read_bytes()
-    except OSError:
-        return []
-    # "pid (name) state parent ...", where the name may hold anything.
-    return text.rpartition(b")")[2].split()[:2]
-
-
 def is_stopped(pid: int) -> bool:
     """Return whether a process was stopped by a signal; False if it has ended.
 
     A process that a debugger holds isn't.
     """
-    return _state_of(pid)[:1] == [b"T"]
-
-
-def signal_all(signum: int, spare: frozenset[int] = frozenset()) -> None:
-    """Send a signal to everything below this process, except to `spare`."""
-    for pid in descendants(os.getpid()):
-        if pid not in spare:
-            # It ended in between, or has become another user's (sudo).
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signum)
+    return state_of(pid)[:1] == [b"T"]
 
 
 def kill_all(seconds: float, spare: frozenset[int] = frozenset()) -> list[int]:
@@ -104,7 +60,7 @@ def kill_all(seconds: float, spare: frozenset[int] = frozenset()) -> list[int]:
     """
     until = time.monotonic() + seconds
     while True:
-        left = [pid for pid in descendants(os.getpid()) if pid not in spare]
+        left = [pid for pid in below(os.getpid()) if pid not in spare]
         if not left or time.monotonic() > until:
             return left
         signal_all(signal.SIGKILL, spare)
@@ -124,7 +80,7 @@ def kill_left_behind(pid: int, group: int | None = None) -> None:
         group: The process group that it shared with others above this process; None:
             it had a session of its own.
     """
-    for each in descendants(os.getpid()):
+    for each in below(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             own_session = group is None and os.getsid(each) == pid
             if own_session or os.getpgid(each) == group:

@@ -32,6 +32,7 @@ import time
 from types import FrameType
 
 from kerasdist.cli.console import print_line, print_line_soon
+from kerasdist.cli.run.hosts.agent import below, signal_all
 from kerasdist.cli.run.job_spec import FunctionFiles, JobSpec, TaskProcess
 from kerasdist.cli.run.outcome import JobOutcome, in_words
 from kerasdist.cli.run.output import JobOutput, OutputPump
@@ -39,12 +40,10 @@ from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
     adopt_orphans,
-    descendants,
     in_foreground,
     is_stopped,
     kill_all,
     kill_left_behind,
-    signal_all,
 )
 from kerasdist.cli.run.spawn import JobPorts, Launch, Started
 from kerasdist.transport import log
@@ -186,7 +185,7 @@ class JobSupervisor:
                 running = self._running
                 # Grandchildren may hold the terminal or a pipe of ours.
                 over = not running and not self._outcome.restart_pending
-                if over and not descendants(os.getpid()):
+                if over and not below(os.getpid()):
                     return
                 self._end_what_is_left(over=over)
                 self._extend_grace_period()
@@ -376,7 +375,7 @@ def run_supervised(job: JobSpec) -> int:
 
     When this returns, nothing of the job runs any more.
     """
-    others = frozenset(descendants(os.getpid()))  # not part of the job
+    others = frozenset(below(os.getpid()))  # not part of the job
     sys.stdout.flush()
     sys.stderr.flush()
     # Until both processes have their handlers no signal may be lost.

@@ -211,18 +211,20 @@ def connect_elastic(
             address = cluster.workers[rank]
             listener = Listener.acquire(address, secret, timeouts.startup)
             undo.callback(listener.release)
-            entry = _enter(connector, secret, listener, deadline, needs, joins=joins)
-            undo.callback(entry.lines.close)
+            lines, hosts = _enter(
+                connector, secret, listener, deadline, needs, joins=joins
+            )
+            undo.callback(lines.close)
             startup = None
-            if not entry.hosts:
+            if not hosts:
                 ended = EndedTasks().read
-                startup = Startup(entry.me, members, entry.lines, timeouts, ended)
+                startup = Startup(lines.me, members, lines, timeouts, ended)
             job = ElasticJob(
-                dataclasses.replace(connector, me=entry.me),
+                dataclasses.replace(connector, me=lines.me),
                 listener,
-                entry.lines,
+                lines,
                 min_workers,
-                entry.hosts,
+                hosts,
                 startup,
                 grace,
             )
@@ -240,21 +242,6 @@ def connect_elastic(
             return job
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """A worker's way into the job.
-
-    Attributes:
-        me: The worker.
-        lines: Its lines.
-        hosts: The members that are to admit it; none if it starts with them.
-    """
-
-    me: Member
-    lines: PeerMessenger
-    hosts: tuple[Member, ...]
-
-
 def _enter(
     connector: Connector,
     secret: bytes,
@@ -263,7 +250,7 @@ def _enter(
     needs: tuple[str, ...],
     *,
     joins: bool,
-) -> _Entry:
+) -> tuple[PeerMessenger, tuple[Member, ...]]:
     """Find out whether this worker starts with the others, or is to join them.
 
     Args:
@@ -273,6 +260,10 @@ def _enter(
         deadline: Until when the others are waited for.
         needs: See `connect_elastic`.
         joins: Whether it is certain that it is to join.
+
+    Returns:
+        The worker's lines, and the members that are to admit it: none if it starts with
+        them.
 
     Raises:
         StartupError: The job that it is to join doesn't run by the deadline, or the
@@ -296,11 +287,11 @@ def _enter(
             if found.left and not found.answers and not found.unclear:
                 raise _left(session, found.left)
             if not joins:
-                return _Entry(me, lines, ())
+                return lines, ()
             for answer in found.answers:
                 if answer.members and all(name in answer.facts for name in needs):
                     lines.facts = answer.facts
-                    return _Entry(me, lines, answer.members)
+                    return lines, answer.members
             if deadline.expired:
                 raise _no_job(me.id, addresses[me.id], deadline.seconds)
             time.sleep(_AGAIN_SECONDS)

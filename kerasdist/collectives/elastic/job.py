@@ -315,11 +315,6 @@ class ElasticJob:
         return self._connector.session.partition(".")[2]
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
     def membership(self) -> ElasticCommunicator:
         """The changes of the workers, see `_keras.protocols.ElasticHooks`."""
         return self.communicator

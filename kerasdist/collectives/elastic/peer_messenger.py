@@ -365,6 +365,7 @@ class PeerMessenger:
         session: The name of the job, the same on all members.
 
     Attributes:
+        me: As given.
         receive: Called with each message that arrives, from threads of this object;
             None: it's lost.
         replaced: Called with each member whose task has a new process; or None.
@@ -382,7 +383,7 @@ class PeerMessenger:
         listener: Listener,
         session: str,
     ) -> None:
-        self._me = me
+        self.me = me
         self._addresses = dict(addresses)
         self._secret = secret
         self._listener = listener
@@ -437,7 +438,7 @@ class PeerMessenger:
         if answer.member > member or not self._is_known(member, answer.process):
             # A process that was started again has the task.
             return Contact.DEAD
-        if answer.replaces or (answer.members and self._me not in answer.members):
+        if answer.replaces or (answer.members and self.me not in answer.members):
             return Contact.EXCLUDES
         return Contact.ALIVE
 
@@ -453,7 +454,7 @@ class PeerMessenger:
     def names(self, members: Iterable[Member]) -> list[list[Any]]:
         """Return the names of processes: this member's, and of those that are known."""
         names = {each: self._known[each] for each in members if each in self._known}
-        names[self._me] = self._process
+        names[self.me] = self._process
         return [[*member, name] for member, name in names.items()]
 
     def learn(self, names: Iterable[Sequence[Any]]) -> None:
@@ -473,7 +474,7 @@ class PeerMessenger:
     @property
     def others(self) -> tuple[int, ...]:
         """The other tasks."""
-        return tuple(each for each in self._addresses if each != self._me.id)
+        return tuple(each for each in self._addresses if each != self.me.id)
 
     def ask(self, number: int, deadline: Deadline | None = None) -> Answer:
         """Ask the process of a task; takes a few seconds at most.
@@ -501,7 +502,7 @@ class PeerMessenger:
 
     def _answer(self, connection: Connection, *, replaces: bool) -> None:
         answer = Answer(
-            *(self._me, self.members, dict(self.facts), self._process, replaces),
+            *(self.me, self.members, dict(self.facts), self._process, replaces),
             None if self.patience is None else self.patience.remaining(),
         )
         with connection, contextlib.suppress(OSError):
@@ -545,8 +546,8 @@ class PeerMessenger:
             "session": self._session,
             "purpose": _PURPOSE,
             "question": question,
-            "rank": self._me.id,
-            "incarnation": self._me.incarnation,
+            "rank": self.me.id,
+            "incarnation": self.me.incarnation,
             "to": list(to),
             "process": self._process,
             "seconds": None if self.patience is None else self.patience.remaining(),
@@ -597,7 +598,7 @@ class PeerMessenger:
                     self.replaced(sender)
                 if hello.get("question") is True:
                     continue
-                if replaces or hello.get("to") != list(self._me):
+                if replaces or hello.get("to") != list(self.me):
                     # It is for an earlier process with this task, or from another one
                     # than the member.
                     connection.close()

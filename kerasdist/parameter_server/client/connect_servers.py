@@ -149,20 +149,8 @@ class NetworkConnection(ServerConnection):
             raise errors.TransportClosed(f"There is no connection to {self}.")
         return self._channel
 
-    def open(
-        self,
-        met: int | None = None,
-        *,
-        join_barrier: bool = False,
-        joining: bool | None = None,
-    ) -> ServerRoster:
+    def open(self) -> ServerRoster:
         """Connect at the start of the job, or join it later.
-
-        Args:
-            met: `ServerRoster.met` of another server, or None.
-            join_barrier: Whether to join at an epoch's end, see
-                `parameter_server.server.collectives`.
-            joining: `ServerRoster.joining` of another server, or None.
 
         Raises:
             StartupError: The server is missing, refused this worker, or not all
@@ -170,10 +158,7 @@ class NetworkConnection(ServerConnection):
             AuthenticationError: The server doesn't hold the same secret.
             ProtocolError: The process at the address isn't kerasdist.
         """
-        hello = dataclasses.replace(
-            self._hello, met=met, join_barrier=join_barrier, joining=joining
-        )
-        return self._connect(Deadline(self._job.timeouts.startup), hello)
+        return self._connect(Deadline(self._job.timeouts.startup), self._hello)
 
     def _connect(self, deadline: Deadline, hello: ServerHello) -> ServerRoster:
         secret, stop, rank = self._secret, self._stop, self._job.rank
@@ -472,6 +457,9 @@ def connect_servers(
                     incarnation=worker.incarnation,
                     replicas=replicas,
                     settings=settings.agreed(),
+                    met=met,
+                    join_barrier=join_barrier,
+                    joining=joining,
                 ),
                 session or session_name(cluster),
                 secret,
@@ -484,9 +472,7 @@ def connect_servers(
                 # A failure that an earlier server reports ends the wait for this one.
                 client.connections.add(connection)
             try:
-                rosters.append(
-                    connection.open(met, join_barrier=join_barrier, joining=joining)
-                )
+                rosters.append(connection.open())
             finally:
                 if connection.unreachable:
                     cause = errors.ServerLost(

@@ -16,8 +16,8 @@ from kerasdist.parameter_server.channel import Channel, Message, Spec, checksum_
 from kerasdist.parameter_server.client.server_job import ServerJob
 from kerasdist.parameter_server.layout import Layout, Piece, dtype_of
 from kerasdist.parameter_server.served_table import merge_rows
-from kerasdist.parameter_server.server.handler import Open, Pull, Push, request_of
-from kerasdist.parameter_server.tables import Opened, TableState
+from kerasdist.parameter_server.server.handler import request_of
+from kerasdist.parameter_server.tables import Open, Opened, Pull, Push, TableState
 from kerasdist.transport.framing import read_record
 from kerasdist.transport.tracing import SpanTimer, now
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from kerasdist import errors
+from kerasdist.collectives.communicator import mismatch
 from kerasdist.collectives.fused_buffer import BufferPool
 from kerasdist.collectives.row_exchange import Array, reducer
 from kerasdist.parameter_server.membership import Membership, WorkerRecord
@@ -350,7 +351,8 @@ class ServerCollectives:
         if self._round is None:
             self._round = _Round(worker, call, use)
         elif self._round.call != call:
-            raise members.fail(_mismatch(self._round, worker, call))
+            first, mine = self._round.first, str(self._round.call)
+            raise members.fail(mismatch(worker.clock, first, mine, worker, str(call)))
         return self._round
 
     def _complete(self, round: _Round) -> bool:
@@ -450,17 +452,3 @@ def _reduce_blocks(round: _Round) -> None:
         _reduce([values[block] for values in inputs], combine, mine[block])
         for other in others:
             np.copyto(other[block], mine[block])
-
-
-def _mismatch(
-    round: _Round, worker: WorkerRecord, call: Call
-) -> errors.CollectiveMismatch:
-    mine, theirs = str(round.call), str(call)
-    if mine == theirs:
-        theirs += " on buffers of other dtypes or shapes"
-    return errors.CollectiveMismatch(
-        f"Ranks called different collectives at step {worker.clock}. Received: "
-        f"{round.first}: {mine}; {worker}: {theirs}. All ranks must call the same "
-        "collectives in the same order on the same shapes: does the script branch on "
-        "the rank, or does a model differ?"
-    )

@@ -35,7 +35,7 @@ from kerasdist.parameter_server.channel import (
     ChannelSilent,
     Message,
 )
-from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
+from kerasdist.parameter_server.layout import Layout, ServerSettings
 from kerasdist.parameter_server.membership import (
     Event,
     Goodbye,
@@ -44,7 +44,14 @@ from kerasdist.parameter_server.membership import (
 )
 from kerasdist.parameter_server.server.collectives import Entry, ServerCollectives
 from kerasdist.parameter_server.snapshots import Snapshotter
-from kerasdist.parameter_server.tables import Reply, ServedTables
+from kerasdist.parameter_server.tables import (
+    Asked,
+    Open,
+    Pull,
+    Push,
+    Reply,
+    ServedTables,
+)
 from kerasdist.transport import log
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline, Timeouts
@@ -243,44 +250,10 @@ class Met:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Open:
-    """A request to begin to use a table; see `ServedTables.open`.
-
-    Attributes:
-        table: Its number.
-        use: Number of the strategy that opens it.
-        variables: Its variables.
-        has_values: Whether their values follow.
-    """
-
-    table: int
-    use: int
-    variables: tuple[Variable, ...]
-    has_values: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class First:
     """A request for the first value of a new variable, with the worker's own."""
 
     number: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Push:
-    """A request to add a step's changes, and to read; see `ServedTables.push`."""
-
-    table: int
-    clock: int
-    since: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pull:
-    """A request to read; see `ServedTables.pull`."""
-
-    table: int
-    since: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -333,16 +306,6 @@ def request_of(
     return Message(FrameType.REQUEST, call or Call(0), meta, arrays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Asked:
-    """The parts of a request beside its record."""
-
-    worker: WorkerRecord
-    message: Message
-    channel: Channel
-    deadline: Deadline
-
-
 class RequestHandler:
     """One server without its connections. Safe for threads.
 
@@ -392,15 +355,15 @@ class RequestHandler:
         self._timeouts = timeouts
         self.on_split: Callable[[list[Load]], None] | None = None
         self._requests = 0
-        self._operations: dict[type[Any], Callable[[Any, _Asked], Reply]] = {
-            **{Meet: self._meet, Open: self._open, First: self._first},
-            **{Push: self._push, Pull: self._pull, Claim: self._claim},
-            **{Enter: self._enter, Split: self._split},
-            Stats: lambda request, asked: (self.stats(), []),
-        }
         self.batch_queue = BatchQueue()
         self.membership = Membership(size, settings.mode)
         self.tables = ServedTables(server, settings, self.membership, on_table)
+        self._operations: dict[type[Any], Callable[[Any, Asked], Reply]] = {
+            **{Meet: self._meet, Open: self._open, First: self._first},
+            **{Push: self._push, Pull: self.tables.pull, Claim: self._claim},
+            **{Enter: self._enter, Split: self._split},
+            Stats: lambda request, asked: (self.stats(), []),
+        }
         first = server == 0 or settings.mode == "sync"
         self.collectives = ServerCollectives(
             self.membership, self.tables, coordinates=first
@@ -525,11 +488,11 @@ class RequestHandler:
         request = read_record(message.meta, kind, "A request")
         # The requests of a joiner that waits for the others don't count as progress.
         self._requests += kind is not Enter
-        asked = _Asked(worker, message, channel, Deadline(self._timeouts.collective))
+        asked = Asked(worker, message, channel, Deadline(self._timeouts.collective))
         meta, arrays = self._operations[kind](request, asked)
         return Message(FrameType.REPLY, message.call, meta, arrays)
 
-    def _meet(self, request: Meet, asked: _Asked) -> Reply:
+    def _meet(self, request: Meet, asked: Asked) -> Reply:
         worker, call = asked.worker, asked.message.call
         self.membership.note_use(worker, request.use)
         if self.settings.mode == "sync":
@@ -549,19 +512,15 @@ class RequestHandler:
         met = Met(ranks=tuple(ranks), clocks=clocks, joined=tuple(joined))
         return to_object(met), result
 
-    def _open(self, request: Open, asked: _Asked) -> Reply:
+    def _open(self, request: Open, asked: Asked) -> Reply:
         self.membership.note_use(asked.worker, request.use)
         layout = Layout(request.variables, self.servers)
-        reply = self.tables.open(
-            *(asked.worker, request.table, layout, asked.message.arrays),
-            asked.deadline,
-            has_values=request.has_values,
-        )
+        reply = self.tables.open(request, asked, layout)
         if self.snapshotter is not None:
             self.snapshotter.request(at_once=True)
         return reply
 
-    def _first(self, request: First, asked: _Asked) -> Reply:
+    def _first(self, request: First, asked: Asked) -> Reply:
         if len(asked.message.arrays) != 1:
             raise ProtocolError(
                 "A request is damaged. "
@@ -570,32 +529,25 @@ class RequestHandler:
         (value,) = asked.message.arrays
         return {}, self.tables.first_value(asked.worker, request.number, value)
 
-    def _push(self, request: Push, asked: _Asked) -> Reply:
-        reply = self.tables.push(
-            *(asked.worker, request.table, request.clock, request.since),
-            *(asked.message.arrays, asked.channel.place, asked.deadline),
-        )
+    def _push(self, request: Push, asked: Asked) -> Reply:
+        reply = self.tables.push(request, asked)
         if self.snapshotter is not None:
             self.snapshotter.request()
         return reply
 
-    def _pull(self, request: Pull, asked: _Asked) -> Reply:
-        place = asked.channel.place
-        return self.tables.pull(asked.worker, request.table, request.since, place)
-
-    def _claim(self, request: Claim, asked: _Asked) -> Reply:
+    def _claim(self, request: Claim, asked: Asked) -> Reply:
         self._await_claims(asked.deadline)
         number = self.batch_queue.claim(
             request.dataset, request.epoch, request.limit, request.last
         )
         return {"number": number}, []
 
-    def _enter(self, request: Enter, asked: _Asked) -> Reply:
+    def _enter(self, request: Enter, asked: Asked) -> Reply:
         barrier = self.collectives.join_barrier
         entry = barrier.enter(asked.worker, request.fit, asked.deadline)
         return to_object(Entered(entry=entry, requests=self._requests)), []
 
-    def _split(self, request: Split, asked: _Asked) -> Reply:
+    def _split(self, request: Split, asked: Asked) -> Reply:
         if len(request.loads) != self.servers:
             raise ProtocolError(
                 f"A request is damaged. Received: {len(request.loads)} loads."

@@ -175,15 +175,10 @@ class LiveCommunicator(ForwardingCommunicator):
         else:
             self._number(self._inner.ranks)
 
-    @contextlib.contextmanager
-    def strict(self) -> Iterator[None]:
+    def strict(self) -> contextlib.AbstractContextManager[None]:
         """Raise `WorkersChanged` when the workers change, for a `with` block."""
-        before, self._strict = self._strict, True
         self.changed = False
-        try:
-            yield
-        finally:
-            self._strict = before
+        return _tf.replaced(self, _strict=True)
 
     def join_barrier(self, facts: dict[str, Any]) -> bool:
         """Run a barrier at which others may join; return whether one has.

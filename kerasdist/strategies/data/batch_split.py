@@ -155,13 +155,9 @@ class ArrayEpochs:
         self._seed = seed
         self._epoch = 0
         self._distribute = distribute
-        self._take = self._reader(data)
+        self._take = data.pipelines()
         self._layout: ReplicaLayout | None = None
         self.divide()
-
-    def _reader(self, data: ArrayData) -> Any:
-        """Return what makes a pipeline: see `ArrayData.take`."""
-        return data.take
 
     def divide(self) -> None:
         """Make the pipeline of the parts for the present layout of the replicas."""
@@ -174,6 +170,7 @@ class ArrayEpochs:
         self._dataset = self._distribute(self._parts.dataset(self._take))
 
     def __iter__(self) -> Iterator[Any]:
+        self.divide()
         self._epoch += 1
         self._parts.begin(order_of_arrays(self._data, self._seed, self._epoch))
         return iter(self._dataset)
@@ -217,7 +214,7 @@ class ArrayParts:
         """Return the dataset of the parts of the epoch that has begun when it's read.
 
         Args:
-            take: See `ArrayData.take`.
+            take: See `ArrayData.pipelines`.
             first: The number of the first batch.
         """
         data, layout = self._data, self._layout
@@ -484,10 +481,7 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
 
     def take(tensor: Any) -> Any:
         if isinstance(tensor, tf.SparseTensor):
-            shape = tensor.dense_shape
-            begin = tf.concat([[start], tf.zeros_like(shape[1:])], 0)
-            size = tf.concat([[stop - start], shape[1:]], 0)
-            return tf.sparse.slice(tensor, begin, size)
+            return _tf.sparse_rows(tensor, start, stop - start)
         if isinstance(tensor, tf.RaggedTensor) or tensor.shape.rank != 0:
             return tensor[start:stop]
         return tensor

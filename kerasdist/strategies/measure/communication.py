@@ -146,7 +146,7 @@ def _tensors(values: Any) -> list[Any]:
 # The parts of a step, without the time between steps.
 PHASES = ("input", "compute", "pack", "exchange", "update")
 # All fields of a step that are determined from the measured steps.
-PARTS = (*PHASES, "late", "sent", "collectives", "reduced", "communicating")
+PARTS = (*PHASES, "late", "sent", "communicating")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,8 +172,6 @@ class StepTimes:
         late: Seconds of `exchange` in which the others hadn't arrived yet, as far as
             this worker can tell.
         sent: Bytes that this worker has sent to other processes.
-        collectives: Number of collectives, or exchanges with servers.
-        reduced: Bytes of all buffers that were reduced.
         communicating: Seconds of all collectives, also of those that computation hides.
     """
 
@@ -189,8 +187,6 @@ class StepTimes:
     outside: float = 0.0
     late: float = 0.0
     sent: float = 0.0
-    collectives: float = 0.0
-    reduced: float = 0.0
     communicating: float = 0.0
 
     def plus(self, other: StepTimes) -> StepTimes:
@@ -332,15 +328,11 @@ class Work:
     Attributes:
         late: Seconds until the first byte arrived, over all collectives.
         sent: Bytes sent to other processes, including those through memory.
-        count: Number of collectives.
-        reduced: Bytes of all buffers that were reduced.
     """
 
     def __init__(self, size: int) -> None:
         self.late = 0.0
         self.sent = 0
-        self.count = 0
-        self.reduced = 0
         # The bytes that each rank sends per byte of a buffer in a ring.
         self._ring = 2 * (size - 1) / size
         self._nanoseconds: dict[str, int] = {}
@@ -360,14 +352,11 @@ class Work:
                 self.late += duration * _NANO
             self._begun = True
         elif name not in NAMES:
-            self.count += 1
             self._begun = False
             # Within a host nothing is sent: the others read the packed bytes. And of
             # TensorFlow's own collectives only the size is known.
             self.sent += self._sending or self._packed or int(self._ring * size)
             self._sending = self._packed = 0
-            if name == "all_reduce":
-                self.reduced += size
 
     def seconds(self, name: str) -> float:
         """Return the seconds of all spans of this name."""

@@ -88,8 +88,6 @@ def parts_of_a_step(
         "update": max(update, 0.0),
         "late": late,
         "sent": spans.sent,
-        "collectives": spans.count,
-        "reduced": spans.reduced,
         "communicating": spans.communicating,
     }
     means: dict[str, Any] = {

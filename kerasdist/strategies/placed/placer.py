@@ -162,15 +162,7 @@ class Placer:
                 f"Received: device={device!r}; they are {list(self.devices)}. Name "
                 "it in the strategy's `devices=`."
             )
-        return self._staging(name)
-
-    @contextlib.contextmanager
-    def _staging(self, device: str) -> Iterator[None]:
-        self._stages.stack.append(device)
-        try:
-            yield
-        finally:
-            self._stages.stack.pop()
+        return _tf.replaced(self._stages, stack=[*self._stages.stack, name])
 
     def wish(self, layer: LayerFacts) -> str | None:
         """See `LayerPlacer`."""
@@ -363,7 +355,7 @@ def on_one_device(model: Any) -> Iterator[None]:
     facets = facets_of(model.distribute_strategy)
     first = facets.placer.devices[0]
     state = whole_state(model)
-    _check_room(first, sum(_bytes(v) for v in state if v.device != first))
+    _check_room(first, sum(_tf.bytes_of(v) for v in state if v.device != first))
     kept = [(v, v.numpy()) for v in state if v.device == first]
     before = facets.placer, facets.micro_batches, facets.rematerialize
     try:
@@ -392,7 +384,3 @@ def _check_room(device: str, needed: int) -> None:
 def available_bytes() -> float:
     """Return the free memory of this host in bytes."""
     return float(psutil.virtual_memory().available)
-
-
-def _bytes(variable: Any) -> int:
-    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)

@@ -308,9 +308,7 @@ def compressed_sums(
         variables = memories.of([owners[i] for i in chosen], replica, device)
     before: Memory = [tuple(v.read_value() for v in each) for each in variables]
     sums, after, sent = compressor.reduce(given, before, all_reduce, all_gather)
-    elements = [part.shape.num_elements() or 0 for part in given]
-    sizes = zip(elements, given, strict=True)
-    memories.note_bytes(sum(count * part.dtype.size for count, part in sizes), sent)
+    memories.note_bytes(sum(map(_tf.bytes_of, given)), sent)
     for kept, values in zip(variables, after, strict=True):
         for variable, value in zip(kept, values, strict=True):
             variable.assign(value)

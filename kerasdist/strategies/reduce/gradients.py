@@ -140,9 +140,7 @@ def _sums_in_buckets(
 ) -> list[list[Any]]:
     """Sum over all replicas, as part of the update."""
     parts = workers.replicas * steps
-    sizes = [
-        (values[0].shape.num_elements() or 0) * values[0].dtype.size for values in own
-    ]
+    sizes = [_tf.bytes_of(values[0]) for values in own]
     sums: list[list[Any]] = [[] for _ in own]
     for number, bucket in enumerate(in_buckets(sizes, workers.bucket_size)):
         values = [own[i] for i in bucket]
@@ -313,11 +311,7 @@ def reduce_gradients(
 
 
 def _buckets(workers: Workers, gradients: list[Any]) -> list[list[int]]:
-    return in_buckets([_bytes(g) for g in gradients], workers.bucket_size)
-
-
-def _bytes(gradient: Any) -> int:
-    return int((gradient.shape.num_elements() or 0) * gradient.dtype.size)
+    return in_buckets([_tf.bytes_of(g) for g in gradients], workers.bucket_size)
 
 
 def _may_ride(workers: Workers, bucket: list[Any]) -> bool:
@@ -325,7 +319,7 @@ def _may_ride(workers: Workers, bucket: list[Any]) -> bool:
     return (
         len(workers.devices) == 1
         and workers.compression is None
-        and sum(_bytes(gradient) for gradient in bucket) <= _MOST_BESIDE_BYTES
+        and sum(_tf.bytes_of(gradient) for gradient in bucket) <= _MOST_BESIDE_BYTES
     )
 
 

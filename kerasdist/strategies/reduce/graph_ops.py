@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -241,14 +241,9 @@ class CollectiveOps:
         with tf.device(self._host):
             return [tf.add_n(list(value)) for value in values]
 
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
+    def awaited(self) -> contextlib.AbstractContextManager[None]:
         """Count the collectives of the block as those that a pass waits for."""
-        before, self._is_awaited = self._is_awaited, True
-        try:
-            yield
-        finally:
-            self._is_awaited = before
+        return _tf.replaced(self, _is_awaited=True)
 
     def _counted(self, function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         waited = self.waited

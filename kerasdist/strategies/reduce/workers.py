@@ -8,7 +8,7 @@ rows          |...|...|  |...|...|   of each global batch, in this order
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -312,16 +312,10 @@ class Workers:
         """Whether there's only one replica in all."""
         return self.layout.total == 1
 
-    @contextlib.contextmanager
-    def without_peers(self) -> Iterator[None]:
+    def without_peers(self) -> contextlib.AbstractContextManager[None]:
         """Run the block on this worker only; the other workers wait for it."""
-        before = self.excluding, self.ops
-        self.excluding = True
-        self.ops = CollectiveOps(SingleCommunicator(), self.host)
-        try:
-            yield
-        finally:
-            self.excluding, self.ops = before
+        ops = CollectiveOps(SingleCommunicator(), self.host)
+        return _tf.replaced(self, excluding=True, ops=ops)
 
     def failure(self, error: Exception) -> Exception | None:
         """Return the failure behind TensorFlow's `error` in a graph, or None."""

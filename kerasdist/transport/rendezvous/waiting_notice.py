@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.transport.deadline import Deadline
@@ -240,12 +239,7 @@ class WaitingNotice:
         ).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, _: object) -> None:
         self._ended.set()
         with self._lock:
             if not self._logged:

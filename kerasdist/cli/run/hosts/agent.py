@@ -54,23 +54,43 @@ def _name(descriptor: int) -> str:
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
-def _below(root: int) -> list[int]:
-    """Return the living processes below a process."""
+def below(root: int) -> list[int]:
+    """Return the ids of all living processes below `root`, parents first.
+
+    Zombies aren't living: they only wait for their parent to look.
+    """
     children: dict[int, list[tuple[int, bool]]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{entry}/stat", "rb") as file:
-                    state, parent = file.read().rpartition(b")")[2].split()[:2]
-                alive = state not in (b"Z", b"X")
-                children.setdefault(int(parent), []).append((int(entry), alive))
+        # It may end in between.
+        if entry.isdigit() and (state := state_of(int(entry))):
+            alive = state[0] not in (b"Z", b"X")
+            children.setdefault(int(state[1]), []).append((int(entry), alive))
     found, todo = [], [root]
     while todo:
-        for pid, alive in children.pop(todo.pop(), []):
+        for pid, alive in children.pop(todo.pop(0), []):
             todo.append(pid)
             if alive:
                 found.append(pid)
     return found
+
+
+def state_of(pid: int) -> list[bytes]:
+    """Return a process's state, a letter, and its parent; empty if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # "pid (name) state parent ...", where the name may hold anything.
+            return file.read().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return []
+
+
+def signal_all(number: int, spare: frozenset[int] = frozenset()) -> None:
+    """Send a signal to everything below this process, except to `spare`."""
+    for pid in below(os.getpid()):
+        if pid not in spare:
+            # It ended in between, or has become another user's (sudo).
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
 
 
 def _terminal(window: tuple[int, int]) -> tuple[int, int]:
@@ -213,9 +233,9 @@ class Agent:
                 return
             if self._code is not None and until is None:
                 # Children of the task may hold its output, and its port.
-                self._signal_all(signal.SIGTERM)
+                signal_all(signal.SIGTERM)
                 until = now + _TERM_TO_KILL
-            if until is not None and (now > until or not _below(os.getpid())):
+            if until is not None and (now > until or not below(os.getpid())):
                 self._drain()
                 return
             if now - self._heard > _SILENCE:
@@ -277,19 +297,14 @@ class Agent:
                 self._code = os.waitstatus_to_exitcode(status)
                 self._process.returncode = self._code
 
-    def _signal_all(self, number: int) -> None:
-        for pid in _below(os.getpid()):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, number)
-
     def _end(self) -> None:
         """End everything below this process: first SIGTERM, then SIGKILL."""
         until = time.monotonic() + _TERM_TO_KILL
-        self._signal_all(signal.SIGTERM)
-        while _below(os.getpid()) and time.monotonic() < 2 * _TERM_TO_KILL + until:
+        signal_all(signal.SIGTERM)
+        while below(os.getpid()) and time.monotonic() < 2 * _TERM_TO_KILL + until:
             self._reap()
             if time.monotonic() > until:
-                self._signal_all(signal.SIGKILL)
+                signal_all(signal.SIGKILL)
             time.sleep(0.02)
         self._reap()
 
