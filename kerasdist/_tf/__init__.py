@@ -43,6 +43,8 @@ from kerasdist._tf.compiled_step import in_xla as in_xla
 from kerasdist._tf.compiled_step import outside_of_xla as outside_of_xla
 from kerasdist._tf.tensor_origins import function_graph as function_graph
 
+# Attributes for the length of a block, and what tensors of all kinds have.
+
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:

@@ -55,7 +55,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
     ) -> None:
         refuse_extras(kwargs)
         super().__init__(input_dim, output_dim, *args, **kwargs)
-        self._set_up(split, devices, shards)
+        self._set_up(split, devices, shards, ("embeddings",))
         if weights is not None:
             self.build()
             if isinstance(weights, list) and len(weights) == 1:
@@ -120,9 +120,6 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
             rows = tf.reshape(rows, shape)
             rows.set_shape([*words.shape, self.output_dim])
         return keras.ops.cast(rows, self.compute_dtype)
-
-    def _stored(self) -> list[str]:
-        return ["embeddings"]
 
 
 # See `ShardedDense`.
@@ -199,7 +196,8 @@ class ShardedDense(Sharded, keras.layers.Dense):
     ) -> None:
         refuse_extras(kwargs)
         super().__init__(units, *args, **kwargs)
-        self._set_up(split, devices, shards)
+        stored = ("kernel", "bias") if self.use_bias else ("kernel",)
+        self._set_up(split, devices, shards, stored)
         self._bias: Any = None
 
     def build(self, input_shape: Any) -> None:
@@ -261,9 +259,6 @@ class ShardedDense(Sharded, keras.layers.Dense):
         if self.activation is not None and not self._by_shard():
             outputs = self.activation(outputs)
         return outputs
-
-    def _stored(self) -> list[str]:
-        return ["kernel", "bias"] if self.use_bias else ["kernel"]
 
 
 # Keras calls a layer's place in a file by the class: the files of sharded and plain

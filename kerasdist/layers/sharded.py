@@ -223,8 +223,16 @@ class Sharded:
     # `__shards__`, because Keras writes layers that it finds under other names into
     # files of their own; those of this layer hold the whole matrix.
 
-    def _set_up(self, split: str, devices: Any, shards: int | None) -> None:
+    def _set_up(
+        self, split: str, devices: Any, shards: int | None, stored: tuple[str, ...]
+    ) -> None:
         """Take the arguments that plain layers don't have.
+
+        Args:
+            split: See the layers.
+            devices: See the layers.
+            shards: See the layers.
+            stored: The names of the variables that a file has, in their order.
 
         Raises:
             ValueError: They are wrong, or don't agree.
@@ -250,6 +258,7 @@ class Sharded:
         if faults:
             raise ValueError("; ".join(faults) + ".")
         self.split = split
+        self._stored = stored
         self._wanted = None if devices is None else tuple(map(str, devices))
         self._count = shards if devices is None else len(self._wanted or ())
 
@@ -362,14 +371,10 @@ class Sharded:
             tensors = [tf.convert_to_tensor(part) for part in parts]
             return tf.concat(tensors, self._wholes[name].axis)
 
-    def _stored(self) -> list[str]:
-        """Return the names of the variables that a file has, in their order."""
-        raise NotImplementedError
-
     def save_own_variables(self, store: Any) -> None:
         """Store whole variables, as the plain layer does."""
         if self.built:
-            for number, name in enumerate(self._stored()):
+            for number, name in enumerate(self._stored):
                 store[str(number)] = keras.ops.convert_to_numpy(getattr(self, name))
 
     def load_own_variables(self, store: Any) -> None:
@@ -378,8 +383,7 @@ class Sharded:
         Raises:
             ValueError: They aren't whole ones of its shapes.
         """
-        names = self._stored()
-        count = len(names)
+        names, count = self._stored, len(self._stored)
         if not self.built or sorted(store.keys()) != [str(i) for i in range(count)]:
             raise ValueError(
                 f"Layer {self.name!r} expects {count} variable{'s' * (count > 1)}: "

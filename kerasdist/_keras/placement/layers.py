@@ -301,10 +301,6 @@ def _devices(variables: Sequence[Any]) -> tuple[str, ...]:
     sizes: dict[str, int] = {}
     for variable in variables:
         if variable._value is not None:
-            device = variable._value.device
-            sizes[device] = sizes.get(device, 0) + _bytes(variable)
+            device, size = variable._value.device, _tf.bytes_of(variable._value)
+            sizes[device] = sizes.get(device, 0) + size
     return tuple(sorted(sizes, key=lambda device: -sizes[device]))
-
-
-def _bytes(variable: Any) -> int:
-    return _tf.bytes_of(variable._value)

@@ -54,6 +54,10 @@ def _name(descriptor: int) -> str:
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
+# The processes below one. `cli.run.processes` takes these from here, because the text
+# of this file alone is sent to a host.
+
+
 def below(root: int) -> list[int]:
     """Return the ids of all living processes below `root`, parents first.
 
