@@ -25,7 +25,7 @@ from kerasdist.cli.run import options
 from kerasdist.cli.run.hosts.places import HostsError, on_hosts
 from kerasdist.cli.run.hosts.probe import find_gpus
 from kerasdist.cli.run.job_spec import FunctionFiles, JobSpec, divide_all
-from kerasdist.cli.run.nodes import RendezvousError, meeting
+from kerasdist.cli.run.nodes import LocalPart, RendezvousError, alone, meeting
 from kerasdist.cli.run.options import read_number
 from kerasdist.cli.run.spawn import cores_in_order, shares
 from kerasdist.cli.run.supervisor import run_supervised
@@ -255,11 +255,11 @@ def start(arguments: argparse.Namespace) -> int:
         arguments.parser.error("\n  ".join(faults))
     with contextlib.ExitStack() as undo:
         try:
-            placed = part = None
+            placed = None
             if nodes is not None:
                 secret = os.environ.get("KERASDIST_SECRET", "").encode()
                 part = undo.enter_context(meeting(nodes, size, servers, secret))
-            if hosts is not None:
+            elif hosts is not None:
                 placed = undo.enter_context(
                     on_hosts(hosts, most, servers, command, finds_gpus=finds_gpus)
                 )
@@ -268,6 +268,9 @@ def start(arguments: argparse.Namespace) -> int:
                 )
                 if faults:
                     raise HostsError(faults)
+                part = LocalPart(cluster=placed.cluster)
+            else:
+                part = undo.enter_context(alone(most, servers))
         except HostsError as error:
             if function is not None:
                 function.refuse(error.faults)
@@ -279,6 +282,9 @@ def start(arguments: argparse.Namespace) -> int:
             return 2
         except RendezvousError as error:
             print_line(str(error), logging.ERROR)
+            return 1
+        except OSError as error:
+            print_line(f"the workers can't be run: {error}", logging.ERROR)
             return 1
         except KeyboardInterrupt:
             return 128 + signal.SIGINT

@@ -293,7 +293,7 @@ class JobSpec:
         quiet: Whether the lines that TensorFlow writes at its start aren't shown.
         elastic: The settings of an elastic job; None: it isn't one.
         hosts: The tasks' hosts; None: all are on this one.
-        part: The part of the job that this launcher runs; None: it runs all of it.
+        part: The part of the job that this launcher runs, and the ports.
         function: The files of the function that it runs; None: it runs a script.
         secret: The secret of all tasks.
         group: The launcher's process group, which the chief joins.
@@ -304,26 +304,22 @@ class JobSpec:
     command: tuple[str, ...]
     log_dir: Path | None
     environ: Mapping[str, str]
+    part: LocalPart
     tagged: bool = False
     quiet: bool = False
     cores: tuple[tuple[int, ...], ...] = ()
     gpus: Mapping[str, Division] = dataclasses.field(default_factory=dict)
     elastic: ElasticOptions | None = None
     hosts: TasksOnHosts | None = None
-    part: LocalPart | None = None
     function: FunctionFiles | None = None
     secret: str = dataclasses.field(default="", repr=False)
     group: int = 0
-
-    def first(self, kind: str) -> int:
-        """Return the index of the first task of a kind."""
-        return 0 if self.part is None else self.part.first[kind]
 
     @property
     def tasks(self) -> tuple[TaskProcess, ...]:
         """The processes of the start: the workers by rank, then the servers."""
         return tuple(
-            TaskProcess(kind=kind, index=self.first(kind) + i)
+            TaskProcess(kind=kind, index=self.part.first[kind] + i)
             for kind, count in (("worker", self.size), ("ps", self.servers))
             for i in range(count)
         )
@@ -343,9 +339,11 @@ class JobSpec:
     @property
     def world_size(self) -> int:
         """The largest number of workers, with those of other launchers."""
-        if self.part is not None:
-            return len(self.part.cluster["worker"])
-        return sum(not task.is_server for task in self.all_tasks)
+        return len(self.part.cluster["worker"])
+
+    def address(self, task: TaskProcess) -> str:
+        """Return the address of a task, `"host:port"`."""
+        return self.part.cluster[task.kind][task.index]
 
     def host_of(self, task: TaskProcess) -> str:
         """Return the name of a task's host; empty for this one, if all are on it."""

@@ -46,22 +46,82 @@ class RendezvousError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPart:
-    """The part of a job's tasks that runs on this host.
+    """The part of a job's tasks that this launcher starts, and the ports of all.
 
     Attributes:
         cluster: The addresses of all tasks, as `TF_CONFIG` has them.
-        first: The index of this host's first task, by kind.
-        bound: Sockets that keep the ports of this host's tasks, by kind.
+        first: The index of this launcher's first task, by kind.
+        bound: Sockets that keep the ports of this launcher's tasks, by kind; empty if
+            their hosts keep them.
         facts: The versions of each host that is here, by its number; empty if there
             will be a job.
         refused: Why launchers were refused, as host 0 knows it.
     """
 
-    cluster: dict[str, list[str]]
-    first: dict[str, int]
-    bound: dict[str, list[socket.socket]]
+    cluster: Mapping[str, Sequence[str]]
+    first: Mapping[str, int] = field(default_factory=lambda: {"worker": 0, "ps": 0})
+    bound: Mapping[str, Sequence[socket.socket]] = field(default_factory=dict)
     facts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     refused: Sequence[str] = ()
+
+    def listen(self, kind: str, index: int) -> contextlib.AbstractContextManager[Any]:
+        """Return a socket that listens at the port of one of this launcher's tasks.
+
+        It's a second one at this address: the first keeps the port for a task that is
+        started again, and as it doesn't listen nothing connects to it meanwhile.
+
+        Returns:
+            The socket; a context manager of None where the task's host listens.
+
+        Raises:
+            OSError: The port is taken, for instance by a child of the task.
+        """
+        if not self.bound:
+            return contextlib.nullcontext()
+        kept = self.bound[kind][index - self.first[kind]]
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(socket.socket(kept.family))
+            # A task that was lost can be started again at this address, though its
+            # connections linger.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(kept.getsockname())
+            sock.listen(1024)
+            undo.pop_all()
+        return sock
+
+
+@contextlib.contextmanager
+def alone(workers: int, servers: int) -> Iterator[LocalPart]:
+    """Return all of a job that runs on this host; the ports are kept in the block.
+
+    Args:
+        workers: The largest number of workers.
+        servers: Number of parameter servers.
+
+    Raises:
+        OSError: There are too few ports or descriptors.
+    """
+    with contextlib.ExitStack() as undo:
+        counts = {"worker": workers, "ps": servers}
+        cluster, sockets = _keep_ports("127.0.0.1", counts, undo)
+        yield LocalPart(cluster=cluster, bound=sockets)
+
+
+def _keep_ports(
+    host: str, counts: Mapping[str, int], undo: contextlib.ExitStack
+) -> tuple[dict[str, list[str]], dict[str, list[socket.socket]]]:
+    """Return addresses of tasks, by kind, and the sockets that keep their ports."""
+    sockets = {
+        kind: [undo.enter_context(probe.bound(host)) for _ in range(count)]
+        for kind, count in counts.items()
+        if count
+    }
+    named = Host(name=host).in_address
+    addresses = {
+        kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
+        for kind, some in sockets.items()
+    }
+    return addresses, sockets
 
 
 @contextlib.contextmanager
@@ -106,15 +166,8 @@ def _meet(
     host, port = split_address(options.rendezvous)
     here = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
     own = host if here else _own_address(host, port)
-    sockets = {
-        kind: [undo.enter_context(bound(own)) for _ in range(count)]
-        for kind, count in counts.items()
-    }
-    named = Host(name=own).in_address
-    mine = {
-        kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
-        for kind, some in sockets.items()
-    }
+    addresses, sockets = _keep_ports(own, counts, undo)
+    mine = {kind: addresses.get(kind, []) for kind in counts}
     facts = None
     if options.only_looks:
         for sock in sockets["worker"]:
@@ -140,19 +193,6 @@ def _own_address(host: str, port: int) -> str:
     with socket.socket(family, kind) as sock:
         sock.connect(target)  # sends nothing
         return str(sock.getsockname()[0])
-
-
-def bound(host: str) -> socket.socket:
-    """Return a socket that is bound to a free port, and doesn't listen."""
-    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    family, kind, _, _, address = found[0]
-    with contextlib.ExitStack() as undo:
-        sock = undo.enter_context(socket.socket(family, kind))
-        sock.bind(address)
-        # Not before: ports would be shared.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        undo.pop_all()
-    return sock
 
 
 @dataclass
@@ -235,7 +275,6 @@ def _collect(
             kind: addresses
             for kind in ("worker", "ps")
             if (addresses := [text for part in parts for text in part[kind]])
-            or kind == "worker"
         }
         found: dict[str, Any] = {"cluster": cluster, "first": _counts([])}
         if options.only_looks:

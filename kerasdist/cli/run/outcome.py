@@ -54,7 +54,7 @@ from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
 from kerasdist.cli.run.output import JobOutput, end_of, last_traceback
 from kerasdist.cli.run.processes import ENDING_SIGNALS
-from kerasdist.cli.run.spawn import JobPorts, Started
+from kerasdist.cli.run.spawn import Started
 from kerasdist.transport.liveness.failure_protocol import EndedTaskList
 from kerasdist.transport.liveness.launcher_pipe import (
     LauncherPipe,
@@ -171,7 +171,6 @@ class JobOutcome:
         job: The job's specification.
         tasks: Its tasks; the list may be filled later, and a task that is started
             again takes the place of the one that ended.
-        ports: The ports of its tasks.
         output: Shows its output.
 
     Attributes:
@@ -188,7 +187,6 @@ class JobOutcome:
         self,
         job: JobSpec,
         tasks: Sequence[Started],
-        ports: JobPorts,
         output: JobOutput,
     ) -> None:
         self.pipe = LauncherPipe()
@@ -199,7 +197,6 @@ class JobOutcome:
         self.over = False
         self.tasks = tasks
         self._job = job
-        self._ports = ports
         self._output = output
         self._reports: list[Report] = []
         # Servers whose job continues without lost workers, until one reports that it
@@ -394,7 +391,7 @@ class JobOutcome:
         if is_server:
             left = [each for each in self.tasks if each.task.is_server]
             left = [e for e in left if e.code is None and not e.ended_by_us]
-        line = f"{task.task} ({self._ports.address(task.task)}) "
+        line = f"{task.task} ({self._job.address(task.task)}) "
         line += in_words(task.code or 0)
         final = None if is_server else task.final_error
         if final is not None and final.consequence:
@@ -459,7 +456,7 @@ class JobOutcome:
             print_line_soon("no worker is added: the job is ending")
         elif len(started) < most:
             found = TaskProcess(kind="worker", index=len(started))
-            line = f"{found} ({self._ports.address(found)}) is added"
+            line = f"{found} ({self._job.address(found)}) is added"
             print_line_soon(f"{line}: {len(started) + 1} of {most} workers")
             return found
         elif lost:

@@ -14,122 +14,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
-from kerasdist.cli.run.nodes import bound
 from kerasdist.cli.run.output import JobOutput, Tail
 from kerasdist.transport.liveness.failure_protocol import ERROR_VARIABLE, FinalError
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
-
-# The ports of a job's tasks, on which the launcher listens before the tasks do.
-
-
-class JobPorts:
-    """One port for each task of a job, also for those added later.
-
-    The ports are new ones of this machine, unless the job is on several hosts, each of
-    which listens for its own tasks, or one of several launchers runs a part of it,
-    whose ports are kept already.
-
-    Args:
-        job: The job.
-    """
-
-    def __init__(self, job: JobSpec) -> None:
-        self._job = job
-        # Whether ports remain the job's when their tasks have ended, so that
-        # `listen_again` finds them free. Connections to such a port are refused.
-        elastic = job.elastic
-        self._keep = elastic is not None and (elastic.restarts > 0 or elastic.grows)
-        self._addresses: dict[TaskProcess, tuple[str, int]] = {}
-        self._kept = contextlib.ExitStack()
-
-    @property
-    def cluster(self) -> dict[str, list[str]]:
-        """The addresses of all tasks, as `TF_CONFIG` has them."""
-        if self._job.part is not None:
-            return self._job.part.cluster
-        cluster: dict[str, list[str]] = {}
-        for task in self._job.all_tasks:
-            cluster.setdefault(task.kind, []).append(self.address(task))
-        return cluster
-
-    def address(self, task: TaskProcess) -> str:
-        """Return the address of a task, `"host:port"`."""
-        if self._job.part is not None:
-            return self._job.part.cluster[task.kind][task.index]
-        if self._job.hosts is not None:
-            return self._job.hosts.places[task.kind, task.index].text
-        host, port = self._addresses[task]
-        return f"{host}:{port}"
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[Sequence[socket.socket | None]]:
-        """Listen at the port of each task; the sockets are closed with the block.
-
-        Yields:
-            A socket for each task; None where its host listens.
-
-        Raises:
-            OSError: There are too few ports or descriptors.
-        """
-        has_ports = self._job.part is not None or self._job.hosts is not None
-        listening = self.listen_again if has_ports else self._new_port
-        with contextlib.ExitStack() as listeners:
-            tasks = self._job.all_tasks
-            yield [listeners.enter_context(listening(task)) for task in tasks]
-
-    def listen_again(
-        self, task: TaskProcess
-    ) -> contextlib.AbstractContextManager[socket.socket | None]:
-        """Listen at the port of a task that has ended; closed with the block.
-
-        Raises:
-            OSError: The port is taken, for instance by a child of the task.
-        """
-        if self._job.hosts is not None:
-            return contextlib.nullcontext()
-        with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(self._bound(task))
-            sock.listen(1024)
-            undo.pop_all()
-        return sock
-
-    def _new_port(self, task: TaskProcess) -> socket.socket:
-        with contextlib.ExitStack() as undo:
-            # A task that was lost can be started again at this address, though its
-            # connections linger.
-            sock = undo.enter_context(bound("127.0.0.1"))
-            self._addresses[task] = sock.getsockname()
-            if self._keep:
-                # Bound, but it doesn't listen: the system gives the port to no other
-                # process, and no process connects to it in the task's place. Only
-                # before the other socket listens can it be bound.
-                self._kept.enter_context(self._bound(task))
-            sock.listen(1024)
-            undo.pop_all()
-        return sock
-
-    def _bound(self, task: TaskProcess) -> socket.socket:
-        """Return a second socket at an address that another one keeps for the job."""
-        family: int = socket.AF_INET
-        if self._job.part is None:
-            address: tuple[str | int, ...] = self._addresses[task]
-        else:
-            first = self._job.part.first[task.kind]
-            kept = self._job.part.bound[task.kind][task.index - first]
-            family, address = kept.family, kept.getsockname()
-        with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(socket.socket(family))
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            undo.pop_all()
-        return sock
-
 
 # The assignment of cores to workers: pure functions, and one look at the machine.
 
@@ -330,14 +223,12 @@ class Launch:
 
     Attributes:
         job: What to run.
-        ports: The ports of its tasks.
         environ: Further variables of all tasks.
         pass_fds: Descriptors that all inherit.
         output: Shows the output of tasks.
     """
 
     job: JobSpec
-    ports: JobPorts
     environ: Mapping[str, str]
     pass_fds: tuple[int, ...]
     output: JobOutput
@@ -351,11 +242,12 @@ class Launch:
         # The sockets listen before any worker runs: no other process can take a port
         # in between, and a worker that is early can connect to all others. Our copies
         # are closed then, else a dead worker's port would stay open.
-        with self.ports.listen() as sockets:
+        tasks = self.job.tasks
+        with contextlib.ExitStack() as listeners:
+            sockets = [listeners.enter_context(self._listen(task)) for task in tasks]
             started = [
                 self._start_task(task, server, 0)
-                # Those of workers that may be added close again.
-                for task, server in zip(self.job.tasks, sockets, strict=False)
+                for task, server in zip(tasks, sockets, strict=True)
             ]
         if self.output.pump is not None:
             self.output.pump.start()
@@ -372,8 +264,11 @@ class Launch:
         incarnation = 0
         if isinstance(task, Started):
             incarnation, task = task.incarnation + 1, task.task
-        with self.ports.listen_again(task) as server:
+        with self._listen(task) as server:
             return self._start_task(task, server, incarnation)
+
+    def _listen(self, task: TaskProcess) -> contextlib.AbstractContextManager[Any]:
+        return self.job.part.listen(task.kind, task.index)
 
     def _start_task(
         self, task: TaskProcess, listener: socket.socket | None, incarnation: int
@@ -384,7 +279,7 @@ class Launch:
         # A server may run on any core: it waits for most of the time.
         cores: tuple[int, ...] = ()
         if job.cores and not task.is_server:
-            cores = job.cores[task.index - job.first(task.kind)]
+            cores = job.cores[task.index - job.part.first[task.kind]]
         path = job.log(task, again=incarnation > 0)
         # The chief writes straight to the terminal, with its progress bars; to a file
         # or another program the pump writes for it, or lines would be mixed.
@@ -405,7 +300,7 @@ class Launch:
             "PYTHONUNBUFFERED": "1",
             "TF_CONFIG": json.dumps(
                 {
-                    "cluster": self.ports.cluster,
+                    "cluster": job.part.cluster,
                     "task": {"type": task.kind, "index": task.index},
                 }
             ),

@@ -45,7 +45,7 @@ from kerasdist.cli.run.processes import (
     kill_all,
     kill_left_behind,
 )
-from kerasdist.cli.run.spawn import JobPorts, Launch, Started
+from kerasdist.cli.run.spawn import Launch, Started
 from kerasdist.transport import log
 
 # Tasks that were stopped by a signal after all others ended.
@@ -89,13 +89,11 @@ class JobSupervisor:
         self._job = job
         self._life = life
         self._tasks: list[Started] = []
-        ports = JobPorts(job)
         copies = job.tagged or job.elastic is not None
         self._output = JobOutput(job, OutputPump(1) if copies else None)
-        self._outcome = JobOutcome(job, self._tasks, ports, self._output)
+        self._outcome = JobOutcome(job, self._tasks, self._output)
         self._launch = Launch(
             job=job,
-            ports=ports,
             environ=self._outcome.environ,
             pass_fds=self._outcome.inherited,
             output=self._output,

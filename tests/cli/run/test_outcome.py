@@ -9,6 +9,7 @@ import pytest
 from kerasdist import errors
 from kerasdist.cli.run import outcome
 from kerasdist.cli.run.job_spec import JobSpec
+from kerasdist.cli.run.nodes import LocalPart
 from kerasdist.cli.run.options import ElasticOptions
 from kerasdist.cli.run.output import JobOutput
 from kerasdist.cli.run.spawn import Started
@@ -214,6 +215,7 @@ SHORT = {
     " / ": "\n> ",
     "\n  ": " ",
 }
+EVERYWHERE = LocalPart(cluster={"worker": ["HOST"] * 3, "ps": ["HOST"] * 2})
 BROKEN = "Traceback (most recent call last):\nValueError: gone"
 
 
@@ -232,12 +234,11 @@ class Played:
             )
         job = JobSpec(
             **{"size": workers, "servers": servers, "command": (), "environ": {}},
-            **{"log_dir": None, "elastic": settings},
+            **{"log_dir": None, "elastic": settings, "part": EVERYWHERE},
         )
         self.tasks = [Started(task=task, process=None, tail=None) for task in job.tasks]
-        ports = types.SimpleNamespace(address=lambda task: "HOST")
         pump = types.SimpleNamespace(call=lambda function: function())
-        self.outcome = outcome.JobOutcome(job, self.tasks, ports, JobOutput(job, pump))
+        self.outcome = outcome.JobOutcome(job, self.tasks, JobOutput(job, pump))
         if settings is not None:
             self.undo.callback(self.outcome.ended.close)
         self.undo.callback(os.close, self.outcome.pipe.reading)

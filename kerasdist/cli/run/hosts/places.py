@@ -183,6 +183,14 @@ class TasksOnHosts:
             there = [task for task in places if places[task].host == host]
             self._alone.update(there[MOST_SHARED:])
 
+    @property
+    def cluster(self) -> dict[str, list[str]]:
+        """The addresses of all tasks, as `TF_CONFIG` has them."""
+        cluster: dict[str, list[str]] = {}
+        for (kind, _), place in self.places.items():
+            cluster.setdefault(kind, []).append(place.text)
+        return cluster
+
     def workers_by_host(self) -> dict[str, int]:
         """Return the largest number of workers of each host, by its name."""
         tasks = [(place.host.name, kind) for (kind, _), place in self.places.items()]

@@ -82,28 +82,33 @@ def _digest(command: list[str]) -> str:
         return f"{path}: {error.strerror}"
 
 
-def ports(host: str, count: int) -> list[socket.socket]:
-    """Return sockets that are bound to free ports of this host, and don't listen."""
-    found = [_bound(host) for _ in range(count)]
-    for sock in found:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    return found
+def bound(host: str, *, gateway: bool = False) -> socket.socket:
+    """Return a socket that is bound to a free port, and doesn't listen.
 
+    Args:
+        host: The name or address of this host.
+        gateway: Whether the name may be that of a gateway in front of it.
 
-def _bound(host: str) -> socket.socket:
+    Raises:
+        OSError: It isn't an address of this host.
+    """
     options = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    for family, kind, _, _, address in options:
-        sock = socket.socket(family, kind)
+    targets = [(family, address) for family, _, _, _, address in options]
+    if gateway:
+        targets.append((targets[0][0], ("", 0)))
+    for family, address in targets:
+        sock = socket.socket(family)
         try:
             sock.bind(address)
         except OSError:
             sock.close()
+            if (family, address) == targets[-1]:
+                raise
         else:
+            # Not before: ports would be shared.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             return sock
-    # Its name is that of a gateway in front of it.
-    sock = socket.socket(options[0][0])
-    sock.bind(("", 0))
-    return sock
+    raise OSError(f"{host} has no address")
 
 
 # The GPUs of this host that a job may use, found without TensorFlow.
@@ -213,7 +218,8 @@ def main() -> None:
     answer["gpus"] = find_gpus(environ) if question["finds_gpus"] else ([], "")
     kept: list[socket.socket] = []
     try:
-        kept = ports(question["host"], question["ports"])
+        for _ in range(question["ports"]):
+            kept.append(bound(question["host"], gateway=True))
     except OSError as error:
         answer["fault"] = f"it has no free port for {question['host']}: {error}"
     answer["addresses"] = [[sock.family, sock.getsockname()] for sock in kept]
