@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
 from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
-from kerasdist.cli.predict import MEASURING_OPTIONS, check_folder, measure
+from kerasdist.cli.predict import (
+    MEASURING_OPTIONS,
+    measure,
+    read_profiles,
+    write_profiles,
+)
 from kerasdist.cli.run import command as run
 from kerasdist.placement.plan import counted, parse_bytes
 from kerasdist.prediction.advice import Facts, StrategyChoice, advise
@@ -91,9 +95,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _advise(arguments: argparse.Namespace) -> int:
     script = list(arguments.script)
-    profiles, code = _profiles(arguments)
-    if profiles is None:
-        return code
+    faults: list[str] = []
+    profiles = read_profiles(arguments, faults) or _measured(arguments, faults)
     plain = profiles[""]
     speeds = arguments.speeds or plain.speeds
     workers = arguments.workers or len(speeds)
@@ -126,23 +129,9 @@ def _advise(arguments: argparse.Namespace) -> int:
     return 0 if choices[0].predicted else 1
 
 
-def _profiles(
-    arguments: argparse.Namespace,
-) -> tuple[dict[str, Profile] | None, int]:
-    """Return the measured steps; None and an exit code if measuring has failed."""
-    faults: list[str] = []
-    path, read = arguments.profile, not arguments.script
+def _measured(arguments: argparse.Namespace, faults: list[str]) -> dict[str, Profile]:
+    """Return the steps that are measured now; end if there are faults."""
     hosts = arguments.hosts or arguments.hostfile
-    if read and path is not None:
-        try:
-            value: Any = json.loads(path.read_text("utf-8"))
-            profiles = {name: Profile.from_json(value[name]) for name in ("", *value)}
-            return profiles, 0
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            arguments.parser.error(
-                "--profile must be a file that `kerasdist advise` has written. "
-                f"Received: --profile {shlex.quote(str(path))}: {error}"
-            )
     if not hosts and arguments.size not in (None, "1"):
         faults.append(
             "workers of one host share its cores, so that none is measured as it will "
@@ -154,28 +143,17 @@ def _profiles(
             f"measure, as -H alpha,beta. Received: --workers {arguments.workers}, "
             f"{'no' if arguments.network is None else 'a'} --network, no hosts"
         )
-    check_folder("--profile", path, faults)
     command = run.checked_command(arguments, faults)
-    order = {
-        "steps": arguments.steps,
-        "compressions": _COMPRESSIONS,
-        "devices": arguments.devices,
-    }
-    found, code = measure(arguments, command, order)
-    if found is None:
-        return None, code
+    devices = arguments.devices
+    found = measure(arguments, command, compressions=_COMPRESSIONS, devices=devices)
     plain = found[""]
     if not hosts and plain.tables > _TABLES * plain.weights:
         arguments.size = "2"
-        pair, code = measure(arguments, command, {"steps": arguments.steps})
-        if pair is None:
-            return None, code
+        pair = measure(arguments, command)
         # Compressors leave tables as they are: what they send isn't known.
         found = {"": dataclasses.replace(plain, messages=pair[""].messages)}
-    if path is not None:
-        document = {name: each.to_json() for name, each in found.items()}
-        path.write_text(json.dumps(document) + "\n", "utf-8")
-    return found, 0
+    write_profiles(arguments.profile, found)
+    return found
 
 
 def _several(arguments: argparse.Namespace) -> bool:

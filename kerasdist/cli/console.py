@@ -45,7 +45,9 @@ def json_document(command: str) -> Iterator[dict[str, Any]]:
     except BaseException as error:
         document["ok"] = False
         text = error.message if isinstance(error, UsageError) else str(error)
-        document["error"] = {"type": type(error).__name__, "message": text}
+        # An exit code alone says nothing about the error.
+        if not (type(error) is SystemExit and isinstance(error.code, int)):
+            document["error"] = {"type": type(error).__name__, "message": text}
         raise
     finally:
         # A number that JSON doesn't have is a fault here, not in who reads it.

@@ -123,9 +123,47 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _predict(arguments: argparse.Namespace) -> int:
-    profile, code = _profile(arguments)
-    if profile is None:
-        return code
+    faults: list[str] = []
+    path, read = arguments.plot, not arguments.script
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        faults.append(
+            "--plot needs matplotlib. Received: --plot "
+            f"{shlex.quote(str(path))}. Install it: pip install matplotlib"
+        )
+    ring = arguments.strategy == "ring"
+    for name, number, fits in (
+        ("--local-steps", arguments.local_steps, ring),
+        ("--per-host", arguments.per_host, ring),
+        ("--servers", arguments.simulated_servers, not ring),
+    ):
+        if number > 1 and not fits:
+            faults.append(
+                f"{name} has no effect there. Received: {name} {number}, "
+                f"--strategy {arguments.strategy}. Expected --strategy "
+                f"{'sync or async' if ring else 'ring'}"
+            )
+    hosts = arguments.hosts or arguments.hostfile
+    if arguments.compression and (read or hosts or arguments.size not in (None, "1")):
+        faults.append(
+            "--compression is for a step that one worker measures now. Received: "
+            f"--compression {arguments.compression} with "
+            f"{'no script' if read else 'several workers'}. Give it to the script's "
+            "strategy, or measure with one worker"
+        )
+    check_folder("--plot", path, faults)
+    profiles = read_profiles(arguments, faults)
+    if profiles is None:
+        if arguments.network is None and not hosts:
+            faults.append(
+                "--network is missing. Received: workers on this host alone. Give its "
+                "bits per second, as --network 10G, or hosts to measure it, as -H "
+                "alpha,beta"
+            )
+        command = run.checked_command(arguments, faults)
+        compressions = [arguments.compression]
+        profiles = measure(arguments, command, compressions=compressions)
+        write_profiles(arguments.profile, profiles)
+    profile = profiles[min(profiles)]
     link = arguments.network or profile.link
     if link is None:
         raise SystemExit(
@@ -144,64 +182,46 @@ def _predict(arguments: argparse.Namespace) -> int:
     arguments.document |= report.to_json(profile, found, arguments.price)
     if not arguments.json:
         print(report.to_text(profile, setup, found, arguments.price))
-    if arguments.plot is not None:
-        report.draw(arguments.plot, found)
+    if path is not None:
+        report.draw(path, found)
     return 0
 
 
-def _profile(arguments: argparse.Namespace) -> tuple[Profile | None, int]:
-    """Return the measured step; None and an exit code if measuring has failed."""
-    faults: list[str] = []
-    path, read = arguments.profile, not arguments.script
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        faults.append(
-            "--plot needs matplotlib. Received: --plot "
-            f"{shlex.quote(str(arguments.plot))}. Install it: pip install matplotlib"
-        )
-    ring = arguments.strategy == "ring"
-    for name, number, fits in (
-        ("--local-steps", arguments.local_steps, ring),
-        ("--per-host", arguments.per_host, ring),
-        ("--servers", arguments.simulated_servers, not ring),
-    ):
-        if number > 1 and not fits:
-            faults.append(
-                f"{name} has no effect there. Received: {name} {number}, "
-                f"--strategy {arguments.strategy}. Expected --strategy "
-                f"{'sync or async' if ring else 'ring'}"
-            )
-    several = arguments.size not in (None, "1") or arguments.hosts or arguments.hostfile
-    if arguments.compression and (read or several):
-        faults.append(
-            "--compression is for a step that one worker measures now. Received: "
-            f"--compression {arguments.compression} with "
-            f"{'no script' if read else 'several workers'}. Give it to the script's "
-            "strategy, or measure with one worker"
-        )
-    check_folder("--plot", arguments.plot, faults)
+# What `predict` and `advise` measure, and keep in the file of `--profile`.
+
+
+def read_profiles(
+    arguments: argparse.Namespace, faults: list[str]
+) -> dict[str, Profile] | None:
+    """Return what the file of `--profile` has; None if a script is to be measured.
+
+    Args:
+        arguments: The parsed arguments.
+        faults: Takes a message if the file can't be used. If it has any, the file isn't
+            read.
+    """
+    path = arguments.profile
     check_folder("--profile", path, faults)
-    if read and path is not None and not faults:
-        try:
-            return Profile.from_json(json.loads(path.read_text("utf-8"))), 0
-        except (OSError, ValueError, TypeError) as error:
-            faults.append(
-                "--profile must be a file that `kerasdist predict` has written. "
-                f"Received: --profile {shlex.quote(str(path))}: {error}"
-            )
-    if arguments.network is None and not (arguments.hosts or arguments.hostfile):
+    if arguments.script or path is None or faults:
+        return None
+    try:
+        value: Any = json.loads(path.read_text("utf-8"))
+        # `advise` compares others with gradients as they are.
+        names = value if value and arguments.command == "predict" else ("", *value)
+        return {name: Profile.from_json(value[name]) for name in names}
+    except (OSError, ValueError, TypeError, KeyError) as error:
         faults.append(
-            "--network is missing. Received: workers on this host alone. Give its bits "
-            "per second, as --network 10G, or hosts to measure it, as -H alpha,beta"
+            f"--profile must be a file that `kerasdist {arguments.command}` has "
+            f"written. Received: --profile {shlex.quote(str(path))}: {error}"
         )
-    command = run.checked_command(arguments, faults)
-    order = {"steps": arguments.steps, "compressions": [arguments.compression]}
-    found, code = measure(arguments, command, order)
-    if found is None:
-        return None, code
-    profile = found[min(found)]
+        return None
+
+
+def write_profiles(path: Path | None, profiles: Mapping[str, Profile]) -> None:
+    """Write the file of `--profile`, if it's given."""
     if path is not None:
-        path.write_text(json.dumps(profile.to_json()) + "\n", "utf-8")
-    return profile, 0
+        document = {name: each.to_json() for name, each in profiles.items()}
+        path.write_text(json.dumps(document) + "\n", "utf-8")
 
 
 def check_folder(option: str, path: Path | None, faults: list[str]) -> None:
@@ -214,26 +234,29 @@ def check_folder(option: str, path: Path | None, faults: list[str]) -> None:
 
 
 def measure(
-    arguments: argparse.Namespace, command: Sequence[str], order: Mapping[str, Any]
-) -> tuple[dict[str, Profile] | None, int]:
+    arguments: argparse.Namespace, command: Sequence[str], **order: Any
+) -> dict[str, Profile]:
     """Measure a step of a script.
 
     Args:
         arguments: With the options of `kerasdist run`; without any it's one worker.
         command: The script, see `check_command`.
-        order: Of the `ProfilerOrder`, without the command's name.
+        order: Further ones of the `ProfilerOrder`.
 
     Returns:
-        The profiles, by the names of compressors; None and an exit code if measuring
-        has failed.
+        The profiles, by the names of compressors.
+
+    Raises:
+        SystemExit: Measuring has failed; the reason has been printed.
     """
-    text = json.dumps({"command": arguments.command, **order})
+    order |= {"command": arguments.command, "steps": arguments.steps}
+    text = json.dumps(order)
     with tempfile.TemporaryFile() as file:
         with output_to(file.fileno()):
             code = run.start_first_fit(arguments, "profile", text, *command)
         file.seek(0)
         lines = [line for line in file if line.startswith(b"{")]
     if code or not lines:
-        return None, code or 1
+        raise SystemExit(code or 1)
     value: Any = json.loads(lines[-1])
-    return {name: Profile.from_json(each) for name, each in value.items()}, 0
+    return {name: Profile.from_json(each) for name, each in value.items()}

@@ -45,7 +45,7 @@ def test_a_script_is_measured_and_its_profile_is_used_again(launcher):
     assert {"step_s", "low", "high", "efficiency", "limit"} < set(found["workers"]["8"])
     assert "in the script" in err
     assert "AFTER" not in err
-    profile = json.loads(file.read_text())
+    profile = json.loads(file.read_text())[""]
     assert profile == found["profile"]
     assert len(profile["compute"]) == 20
     assert profile["rows"] == 16
@@ -62,7 +62,7 @@ def test_a_script_is_measured_and_its_profile_is_used_again(launcher):
     )
     assert list(simulated) == [2, 8]
     assert simulated[8].step_s > simulated[2].step_s > 0
-    two = [m[:2] for m in json.loads(other.read_text())["messages"]]
+    two = [m[:2] for m in json.loads(other.read_text())[""]["messages"]]
     assert two[: len(alone)] == alone
     (launcher.folder / "wrong.py").write_text("raise KeyError('mine')")
     with pytest.raises(RuntimeError, match=r"wrong.py.*exit code 1"):
