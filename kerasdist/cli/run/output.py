@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import os
 import re
 import selectors
-import termios
 import threading
 import time
-import tty
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
+from kerasdist.cli.run.hosts.agent import open_terminal
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
 from kerasdist.transport.liveness.launcher_pipe import stderr_environ
 
@@ -442,6 +440,12 @@ class OutputPump:
                 self._out = None
 
 
+def window_of(descriptor: int) -> tuple[int, int]:
+    """Return the lines and columns of a terminal."""
+    size = os.get_terminal_size(descriptor)
+    return size.lines, size.columns
+
+
 class JobOutput:
     """Shows the output of a job: the present chief's, and others' lines with tags.
 
@@ -516,7 +520,10 @@ class JobOutput:
             yield None
             return
         with contextlib.ExitStack() as undo:
-            reading, writing = _terminal() if os.isatty(2) else os.pipe()
+            if os.isatty(2):
+                reading, writing = open_terminal(window_of(2))
+            else:
+                reading, writing = os.pipe()
             undo.callback(os.close, writing)
             source: IO[bytes] = os.fdopen(reading, "rb", buffering=0)
             with contextlib.ExitStack() as failed:
@@ -532,20 +539,6 @@ class JobOutput:
         """Copy the rest of each pump's sources, for at most `seconds`."""
         for pump in filter(None, (self.pump, self._errors)):
             pump.finish(seconds)
-
-
-def _terminal() -> tuple[int, int]:
-    """Return a terminal that is like the launcher's, and passes all as it is."""
-    reading, writing = os.openpty()
-    try:
-        tty.setraw(writing)
-        size = fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8))
-        fcntl.ioctl(writing, termios.TIOCSWINSZ, size)
-    except (OSError, termios.error):
-        os.close(reading)
-        os.close(writing)
-        return os.pipe()
-    return reading, writing
 
 
 def last_traceback(text: str) -> str | None:

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
-from kerasdist.cli.run.output import JobOutput, Tail
+from kerasdist.cli.run.output import JobOutput, Tail, window_of
 from kerasdist.transport.liveness.failure_protocol import ERROR_VARIABLE, FinalError
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
@@ -326,10 +326,8 @@ class Launch:
             # nothing of the working folder is imported.
             arguments = ["-P", *arguments]
         if job.hosts is not None:
-            window = None
-            if chief and not piped and os.isatty(1):
-                size = os.get_terminal_size(1)
-                window = (size.lines, size.columns)
+            shown = chief and not piped and os.isatty(1)
+            window = window_of(1) if shown else None
             arguments, environ = job.hosts.command(
                 (task.kind, task.index), arguments, environ, window, own
             )

@@ -1,10 +1,10 @@
 """The process on a task's host: runs the task, and relays what it writes.
 
 Its text is sent through ssh, so it uses the standard library alone, and the host's
-version of kerasdist doesn't matter. On standard input it gets lines of JSON: the task,
-then signals for it. The call of the task's function, if it runs one, follows the task's
-line. On standard output it writes frames: one letter, the length in four bytes, the
-data.
+version of kerasdist doesn't matter. On standard input it gets the task as JSON, with
+its length in eight digits before it, then the call of the task's function, if it runs
+one, then a byte for each signal, or zeros. On standard output it writes frames: one
+letter, the length in four bytes, the data.
 
     O, E   output and error output of the task
     P      a line of the launcher's pipe
@@ -34,6 +34,7 @@ import tempfile
 import termios
 import time
 import tty
+from collections.abc import Iterator
 from typing import IO, Any
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -97,12 +98,26 @@ def signal_all(number: int, spare: frozenset[int] = frozenset()) -> None:
                 os.kill(pid, number)
 
 
-def _terminal(window: tuple[int, int]) -> tuple[int, int]:
-    """Return both ends of a terminal of this size, which passes all as it is."""
+def open_terminal(window: tuple[int, int]) -> tuple[int, int]:
+    """Return both ends of a terminal that passes all as it is.
+
+    Args:
+        window: Its lines and columns.
+    """
     outer, inner = pty.openpty()
     tty.setraw(inner)
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", *window, 0, 0))
     return outer, inner
+
+
+def _received(length: int) -> Iterator[bytes]:
+    """Yield what the launcher sends, up to this length; end if the launcher has."""
+    while length:
+        data = os.read(0, min(length, _MOST))
+        if not data:
+            raise SystemExit(1)
+        length -= len(data)
+        yield data
 
 
 class Agent:
@@ -113,7 +128,6 @@ class Agent:
         # Whatever else this process writes isn't a frame.
         os.dup2(2, 1)
         os.set_inheritable(self._out, False)
-        self._lines = b""
         self._kinds: dict[int, bytes] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._code: int | None = None
@@ -130,9 +144,13 @@ class Agent:
     def run(self) -> None:
         """Run the task to its end."""
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        task = self._read_task()
-        if task is None:
-            return
+        length = int(b"".join(_received(8)))
+        task = json.loads(b"".join(_received(length)))
+        if task["call"] is not None:
+            self._call = tempfile.TemporaryFile()  # noqa: SIM115
+            self._result = tempfile.TemporaryFile()  # noqa: SIM115
+            self._call.writelines(_received(task["call"]))
+            self._call.flush()
         try:
             os.chdir(task["folder"])
             self._start(task)
@@ -145,35 +163,13 @@ class Agent:
         finally:
             self._end()
         with contextlib.suppress(OSError):
-            self._send_result()
-            self._frame(b"X", json.dumps(self._ending()).encode())
-
-    def _read_task(self) -> dict[str, Any] | None:
-        while b"\n" not in self._lines:
-            data = os.read(0, _MOST)
-            if not data:
-                return None
-            self._lines += data
-        line, _, self._lines = self._lines.partition(b"\n")
-        task = json.loads(line)
-        return task if self._read_call(task["call"]) else None
-
-    def _read_call(self, length: int | None) -> bool:
-        """Read the call of the task's function; return whether all of it came."""
-        if length is None:
-            return True
-        self._call = tempfile.TemporaryFile()  # noqa: SIM115
-        self._result = tempfile.TemporaryFile()  # noqa: SIM115
-        data, self._lines = self._lines[:length], self._lines[length:]
-        while True:
-            self._call.write(data)
-            length -= len(data)
-            if not length:
-                self._call.flush()
-                return True
-            data = os.read(0, min(length, _MOST))
-            if not data:
-                return False
+            if self._result is not None:
+                self._result.seek(0)
+                while data := self._result.read(_MOST):
+                    self._frame(b"R", data)
+            self._errors.seek(0)
+            ending = {"code": self._code, "error": self._errors.read().decode()}
+            self._frame(b"X", json.dumps(ending).encode())
 
     def _start(self, task: dict[str, Any]) -> None:
         family, address = task["family"], tuple(task["address"])
@@ -201,12 +197,12 @@ class Agent:
         if window is None:
             output, inner = os.pipe()
         else:
-            output, inner = _terminal(window)
+            output, inner = open_terminal(window)
         self._kinds[output] = b"O"
         error, inner_error = inner, inner
         if task["errors"]:
             # Apart: the launcher takes TensorFlow's start out of it.
-            error, inner_error = os.pipe() if window is None else _terminal(window)
+            error, inner_error = os.pipe() if window is None else open_terminal(window)
             self._kinds[error] = b"E"
         self._process = subprocess.Popen(
             [sys.executable, *task["command"]],
@@ -233,13 +229,13 @@ class Agent:
         while True:
             self._reap()
             now = time.monotonic()
-            if self._code is not None and not self._kinds:
-                return
             if self._code is not None and until is None:
                 # Children of the task may hold its output, and its port.
                 signal_all(signal.SIGTERM)
                 until = now + _TERM_TO_KILL
-            if until is not None and (now > until or not below(os.getpid())):
+            if until is not None and (
+                not self._kinds or now > until or not below(os.getpid())
+            ):
                 self._drain()
                 return
             if now - self._heard > _SILENCE:
@@ -257,13 +253,11 @@ class Agent:
                     return
 
     def _take(self) -> bool:
-        """Take lines of the launcher; return False at their end."""
+        """Take signals of the launcher; return False at their end."""
         data = os.read(0, _MOST)
         self._heard = time.monotonic()
-        *lines, self._lines = (self._lines + data).split(b"\n")
-        for line in lines:
-            number = json.loads(line).get("signal")
-            if number is not None and self._process is not None and self._code is None:
+        for number in filter(None, data):
+            if self._process is not None and self._code is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._process.pid, number)
         return bool(data)
@@ -311,16 +305,6 @@ class Agent:
                 signal_all(signal.SIGKILL)
             time.sleep(0.02)
         self._reap()
-
-    def _send_result(self) -> None:
-        if self._result is not None:
-            self._result.seek(0)
-            while data := self._result.read(_MOST):
-                self._frame(b"R", data)
-
-    def _ending(self) -> dict[str, Any]:
-        self._errors.seek(0)
-        return {"code": self._code, "error": self._errors.read().decode()}
 
 
 if __name__ == "__main__":

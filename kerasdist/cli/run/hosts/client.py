@@ -71,9 +71,9 @@ class Client:
     def run(self) -> int:
         """Follow the task to its end; return its exit code, negative for a signal."""
         length = None if self._call is None else os.fstat(self._call).st_size
-        facts = {**self._facts["task"], "call": length}
-        task = json.dumps(facts).encode() + b"\n"
-        self._send(self._facts["program"].encode() + task)
+        task = json.dumps({**self._facts["task"], "call": length}).encode()
+        program = self._facts["program"].encode()
+        self._send(b"%b%08d%b" % (program, len(task), task))
         self._send_call(length or 0)
         pings = threading.Thread(target=self._ping, daemon=True)
         pings.start()
@@ -86,9 +86,8 @@ class Client:
         while self._ending is None and not self._fault:
             ready = select.select([reading, self._wake], [], [])[0]
             if self._wake in ready:
-                for number in os.read(self._wake, _MOST):
-                    if number in _FORWARDED:
-                        self._send(b'{"signal": %d}\n' % number)
+                numbers = os.read(self._wake, _MOST)
+                self._send(bytes(each for each in numbers if each in _FORWARDED))
             if reading in ready:
                 part = os.read(reading, _MOST)
                 if not part:
@@ -114,7 +113,7 @@ class Client:
     def _ping(self) -> None:
         while True:
             time.sleep(_PING_SECONDS)
-            self._send(b"{}\n")
+            self._send(b"\0")
 
     def _take(self, data: bytes) -> bytes:
         """Take whole frames; return the rest."""
