@@ -24,10 +24,15 @@ from kerasdist.cli.env import find_allocator, preloading
 from kerasdist.cli.run import options
 from kerasdist.cli.run.hosts.places import HostsError, on_hosts
 from kerasdist.cli.run.hosts.probe import find_gpus
-from kerasdist.cli.run.job_spec import FunctionFiles, JobSpec, divide_all
+from kerasdist.cli.run.job_spec import (
+    FunctionFiles,
+    JobSpec,
+    cores_in_order,
+    divide_all,
+    shares,
+)
 from kerasdist.cli.run.nodes import LocalPart, RendezvousError, alone, meeting
 from kerasdist.cli.run.options import read_number
-from kerasdist.cli.run.spawn import cores_in_order, shares
 from kerasdist.cli.run.supervisor import run_supervised
 from kerasdist.placement.plan import counted
 from kerasdist.transport.handshake import secret_fault

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
 import itertools
 import json
 import logging
 import os
 import socket
 import stat
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.hosts.places import TasksOnHosts
@@ -28,6 +30,71 @@ from kerasdist.transport.liveness.launcher_pipe import (
     descriptor_in_words,
     descriptor_named,
 )
+
+# The assignment of cores to workers: pure functions, and one look at the machine.
+
+_Unit = TypeVar("_Unit")
+_TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+
+
+def shares(units: Sequence[_Unit], size: int) -> list[tuple[_Unit, ...]]:
+    """Divide cores or GPUs among workers, in order.
+
+    Args:
+        units: At least one of them, neighbours next to each other.
+        size: Number of workers.
+
+    Returns:
+        One tuple per rank. With enough units they are disjoint, use all, and differ
+        by at most one unit; with fewer units than workers each worker has one, and
+        the workers are spread evenly.
+    """
+    count = len(units)
+    bounds = [rank * count // size for rank in range(size + 1)]
+    return [
+        tuple(units[first : max(first + 1, last)])
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def thread_variables(cores: int) -> dict[str, str]:
+    """Return the environment that gives a worker as many threads as cores.
+
+    One more thread runs operations: a collective waits in one of them while the
+    others compute.
+
+    Args:
+        cores: Number of the worker's cores, at least 1.
+    """
+    cores = max(1, cores)
+    return {
+        "TF_NUM_INTRAOP_THREADS": str(cores),
+        "TF_NUM_INTEROP_THREADS": str(cores + 1),
+        "OMP_NUM_THREADS": str(cores),
+    }
+
+
+def cores_in_order(read: Callable[[str], str] | None = None) -> list[int]:
+    """Return the cores this process may use, those of one physical core together.
+
+    The kernel often numbers the second hardware threads of all cores after all
+    first ones: by number alone, two workers would get halves of the same cores.
+
+    Args:
+        read: From a path to the file's text; reads the file by default.
+    """
+
+    def place(core: int) -> tuple[int, int, int]:
+        try:
+            package = int(read_text(_TOPOLOGY.format(core, "physical_package_id")))
+            physical = int(read_text(_TOPOLOGY.format(core, "core_id")))
+        except (OSError, ValueError):  # no /sys in this container: by number
+            return 0, 0, core
+        return package, physical, core
+
+    read_text = read or (lambda path: Path(path).read_text(encoding="ascii"))
+    return sorted(os.sched_getaffinity(0), key=place)
+
 
 # The files of a job that runs a function: its call, and the result of each task.
 
@@ -95,13 +162,17 @@ class FunctionFiles:
 
 # The division of the GPUs of all hosts of a job, and the lines about it.
 
+# What CUDA reads as no GPU.
+_NONE = "-1"
+_Shares = tuple[tuple[str, ...], ...]
+
 
 def divide_all(
     option: str,
     found: Mapping[str, tuple[Sequence[str], str]],
     workers: Mapping[str, int],
     faults: list[str],
-) -> dict[str, Division]:
+) -> dict[str, _Shares]:
     """Divide the GPUs of each host among its workers, and tell the user.
 
     Args:
@@ -109,8 +180,13 @@ def divide_all(
         found: By host, "" for this one, what `find_gpus` returns there.
         workers: The largest number of workers of each host.
         faults: Takes a message about each host where that isn't possible.
+
+    Returns:
+        By host the GPUs of each of its workers, in their order, without the hosts whose
+        tasks see what they see without a launcher.
     """
-    divisions = {}
+    divided = {}
+    texts: dict[str, list[str]] = {}
     for host, count in workers.items():
         names, reason = found.get(host, ((), ""))
         if reason and option != "auto":
@@ -126,48 +202,24 @@ def divide_all(
                 f"{reason}. Set CUDA_VISIBLE_DEVICES, or --gpus all or none",
                 logging.WARNING,
             )
-        divisions[host] = divide(option, names, count, faults, host)
-    text = divisions_in_words(list(divisions.values()))
-    if text and not faults:
-        print_line(text)
-    return divisions
-
-
-# What CUDA reads as no GPU.
-_NONE = "-1"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Division:
-    """The GPUs of the workers of one host.
-
-    Attributes:
-        host: The host's name in messages; empty: this one.
-        found: The GPUs that the host has for the job.
-        shares: The GPUs of each of its workers, in their order; None: the tasks see
-            what they see without a launcher.
-    """
-
-    host: str = ""
-    found: tuple[str, ...] = ()
-    shares: tuple[tuple[str, ...], ...] | None = None
-
-    def environ(self, worker: int | None) -> dict[str, str]:
-        """Return the variable of a task.
-
-        Args:
-            worker: The worker's index on its host; None: a server.
-        """
-        if self.shares is None:
-            return {}
-        names = () if worker is None else self.shares[worker]
-        return {GPU_VARIABLE: ",".join(names) or _NONE}
+        mine = divide(option, names, count, faults, host)
+        if mine is not None:
+            divided[host] = mine
+        if mine is not None and names:
+            texts.setdefault(division_in_words(len(names), mine), []).append(host)
+    parts = [
+        f"{', '.join(hosts)}: {text}" if any(hosts) else text
+        for text, hosts in texts.items()
+    ]
+    if parts and not faults:
+        print_line("; ".join(parts))
+    return divided
 
 
 def divide(
     option: str, found: Sequence[str], workers: int, faults: list[str], host: str = ""
-) -> Division:
-    """Divide a host's GPUs.
+) -> _Shares | None:
+    """Return the GPUs of each worker of a host; None: they aren't divided.
 
     Args:
         option: The value of `--gpus`, which has been checked.
@@ -176,72 +228,60 @@ def divide(
         faults: Takes a message if that isn't possible.
         host: The host's name in messages; empty: this one.
     """
-    count, names = len(found), tuple(found)
-    undivided = Division(host=host, found=names)
+    count = len(found)
     if option == "all" or (option == "auto" and not found) or not workers:
-        return undivided
+        return None
     if option in ("none", "0"):
-        return Division(host=host, found=names, shares=((),) * workers)
+        return ((),) * workers
     here = f"{host} has" if host else "this host has"
     have = f"{here} {counted(count, 'GPU')} for {counted(workers, 'worker')}"
     parts = any(name.startswith("MIG") for name in found)
-    fault = ""
-    if option == "auto" and count < workers:
+    wanted = None if option == "auto" else workers * int(option)
+    if wanted is None and count < workers:
         # Two processes on one GPU each take all of its memory.
-        fault = (
+        faults.append(
             f"{have}. Expected at least one for each worker. Start {count} of them "
             "there, or hide the GPUs with --gpus none, or let the workers share them "
             "with --gpus all (TF_FORCE_GPU_ALLOW_GROWTH=true lets several processes "
             "share the memory of one)"
         )
-    elif parts and option not in ("auto", "1"):
-        fault = (
+        return None
+    if parts and option not in ("auto", "1"):
+        faults.append(
             f"{here} parts of GPUs (MIG), of which CUDA gives a process only one. "
             f"Received: --gpus {option}. Expected --gpus 1 or --gpus auto"
         )
-    elif option != "auto" and count < workers * int(option):
-        fault = (
+        return None
+    if wanted is not None and count < wanted:
+        faults.append(
             f"{have}, which isn't enough. Received: --gpus {option}. Expected "
-            f"{workers * int(option)} GPUs or more there, fewer workers, or --gpus auto"
+            f"{wanted} GPUs or more there, fewer workers, or --gpus auto"
         )
-    if fault:
-        faults.append(fault)
-        return undivided
-    if option != "auto" or parts:
-        count = workers * (1 if option == "auto" else int(option))
-    bounds = [rank * count // workers for rank in range(workers + 1)]
-    shares = tuple(names[first:last] for first, last in itertools.pairwise(bounds))
-    return Division(host=host, found=names, shares=shares)
+        return None
+    if wanted is None:
+        wanted = workers if parts else count
+    return tuple(shares(found[:wanted], workers))
 
 
-def divisions_in_words(divisions: Sequence[Division]) -> str:
-    """Return the line for the user; empty if nothing is divided.
+def division_in_words(found: int, shares: _Shares) -> str:
+    """Describe the division of the GPUs of a host.
 
     Args:
-        divisions: That of each host.
+        found: The number of its GPUs.
+        shares: The GPUs of each of its workers.
     """
-    texts: dict[str, list[str]] = {}
-    for each in divisions:
-        if each.shares is not None and each.found:
-            texts.setdefault(_of_host(each), []).append(each.host)
-    parts = [
-        f"{', '.join(filter(None, hosts))}: {text}" if any(hosts) else text
-        for text, hosts in texts.items()
-    ]
-    return "; ".join(parts)
-
-
-def _of_host(division: Division) -> str:
-    shares = division.shares or ()
-    used = sum(map(len, shares))
-    all_of_them = len(division.found)
-    gpus = counted(all_of_them, "GPU")
+    used, gpus = sum(map(len, shares)), counted(found, "GPU")
     if not used:
         return f"no worker uses the {gpus}"
     most, least = max(map(len, shares)), min(map(len, shares))
     each = f"{least} each" if most == least else f"{least} or {most} each"
-    rest = "" if used == all_of_them else f"; {all_of_them - used} not used"
+    rest = "" if used == found else f"; {found - used} not used"
     return f"{gpus} for {counted(len(shares), 'worker')}, {each}{rest}"
+
+
+# As other launchers (torchrun) name the variables of a task's place. Strategies don't
+# read them.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,7 +328,8 @@ class JobSpec:
         log_dir: Folder of the logs, which exists. None: no logs.
         tagged: Whether the output of all but the chief is copied to standard output.
         cores: Cores by rank; empty: not bound. Servers never are.
-        gpus: The division of each host's GPUs, by its name; "" for this one.
+        gpus: By host, "" for this one, the GPUs of each of its workers; without the
+            hosts whose GPUs aren't divided.
         environ: The user's environment.
         quiet: Whether the lines that TensorFlow writes at its start aren't shown.
         elastic: The settings of an elastic job; None: it isn't one.
@@ -308,7 +349,7 @@ class JobSpec:
     tagged: bool = False
     quiet: bool = False
     cores: tuple[tuple[int, ...], ...] = ()
-    gpus: Mapping[str, Division] = dataclasses.field(default_factory=dict)
+    gpus: Mapping[str, _Shares] = dataclasses.field(default_factory=dict)
     elastic: ElasticOptions | None = None
     hosts: TasksOnHosts | None = None
     function: FunctionFiles | None = None
@@ -336,10 +377,9 @@ class JobSpec:
         """Whether workers may be added to the job."""
         return self.elastic is not None and self.elastic.grows
 
-    @property
-    def world_size(self) -> int:
-        """The largest number of workers, with those of other launchers."""
-        return len(self.part.cluster["worker"])
+    def listen(self, task: TaskProcess) -> contextlib.AbstractContextManager[Any]:
+        """Listen at a task's port; see `LocalPart.listen`."""
+        return self.part.listen(task.kind, task.index)
 
     def address(self, task: TaskProcess) -> str:
         """Return the address of a task, `"host:port"`."""
@@ -350,6 +390,41 @@ class JobSpec:
         if self.hosts is None:
             return ""
         return self.hosts.places[task.kind, task.index].host.name
+
+    def place_variables(self, task: TaskProcess) -> dict[str, str]:
+        """Return a task's variables: its rank, that on its host, and its GPUs.
+
+        Sizes count all workers that the job may have: those that an elastic job may
+        add, too. A server has no rank.
+
+        Args:
+            task: One of the tasks, also one that is started again.
+        """
+        host = self.host_of(task)
+        gpus = self.gpus.get(host)
+        if task.is_server:
+            return {} if gpus is None else {GPU_VARIABLE: _NONE}
+        workers = [each for each in self.all_tasks if not each.is_server]
+        beside = [each for each in workers if self.host_of(each) == host]
+        local = beside.index(task)
+        return {
+            "RANK": str(task.index),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(len(self.part.cluster["worker"])),
+            "LOCAL_WORLD_SIZE": str(len(beside)),
+            **({} if gpus is None else {GPU_VARIABLE: ",".join(gpus[local]) or _NONE}),
+        }
+
+    @property
+    def hash_seed(self) -> str:
+        """The PYTHONHASHSEED of all tasks.
+
+        The order of a `set` of strings is the same in all of them, on all hosts and
+        after a restart.
+        """
+        digest = hmac.digest(self.secret.encode(), b"PYTHONHASHSEED", "sha256")
+        own = str(int.from_bytes(digest[:4], "big"))
+        return self.environ.get("PYTHONHASHSEED") or own
 
     @property
     def kinds(self) -> str:

@@ -52,9 +52,8 @@ from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
-from kerasdist.cli.run.output import JobOutput, end_of, last_traceback
+from kerasdist.cli.run.output import JobOutput, Started, end_of, last_traceback
 from kerasdist.cli.run.processes import ENDING_SIGNALS
-from kerasdist.cli.run.spawn import Started
 from kerasdist.transport.liveness.failure_protocol import EndedTaskList
 from kerasdist.transport.liveness.launcher_pipe import (
     LauncherPipe,
@@ -214,16 +213,6 @@ class JobOutcome:
         self._losses: list[Started] = []
         self._restart_at: dict[Started, float] = {}
         self._restarts = 0
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """The variables that name what tasks inherit."""
-        return {**self.pipe.environ, **(self.ended.environ if self.ended else {})}
-
-    @property
-    def inherited(self) -> tuple[int, ...]:
-        """The descriptors that tasks inherit."""
-        return (self.pipe.writing, *([self.ended.fileno()] if self.ended else []))
 
     def task(self, kind: str, index: int | None) -> Started | None:
         """Return a task by its kind and index; None if there is none."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import errno
 import os
 import re
 import selectors
+import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +19,7 @@ from typing import IO
 
 from kerasdist.cli.run.hosts.agent import open_terminal
 from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
+from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import stderr_environ
 
 # The lines of TensorFlow's start that its log level doesn't silence, taken out.
@@ -300,6 +305,34 @@ class RoleLines:
 Lines = StartUpLines | LineTagger | RoleLines
 
 
+def open_log(path: Path, *, append: bool) -> IO[bytes]:
+    """Open a log file, which may be in a folder that another user can write to.
+
+    Raises:
+        OSError: There is something else than a file: no link is followed, and no reader
+            of a FIFO is waited for.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        opened = os.open(path, flags | (os.O_APPEND if append else 0), 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise OSError(errno.EEXIST, "it isn't a file")
+            if not append:
+                os.ftruncate(opened, 0)
+        except BaseException:
+            os.close(opened)
+            raise
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"A task's log can't be written: {error.strerror}. It must be a file of "
+            "this user, no link. Remove it, or name another folder with --log-dir",
+            str(path),
+        ) from error
+    return os.fdopen(opened, "ab" if append else "wb", buffering=0)
+
+
 class Tail:
     """The end of one rank's output, and the time of its last write.
 
@@ -337,6 +370,69 @@ class Tail:
                 return log.read().decode(errors="replace"), status.st_mtime_ns
         except OSError:
             return "", 0
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Started:
+    """A started task.
+
+    Attributes:
+        task: The task.
+        process: Its process.
+        incarnation: How many times the task was started before this process.
+        tail: The end of its output, if the pump copies that.
+        log: The file with its output, if it has one.
+        error_file: Takes its last error, if its output is shown at once.
+        result_file: Takes what its function returns or raises, if it runs one.
+        code: Its exit code when it has ended; negative for a signal.
+        ended_at: When it ended, in ns since the epoch.
+        ended_by_us: Whether the launcher ended it.
+        missed_by: The servers that report that they have lost it: by index, when they
+            did (monotonic).
+        reason: How it was lost, as server 0 reports.
+        lost: Whether the job continues without it.
+        replaced: Whether another process has joined with its rank since.
+        gave_up: Whether it reported that it ends because of other tasks.
+    """
+
+    task: TaskProcess
+    process: subprocess.Popen[bytes]
+    incarnation: int = 0
+    tail: Tail | None
+    log: Path | None = None
+    error_file: IO[bytes] | None = None
+    result_file: IO[bytes] | None = None
+    code: int | None = None
+    ended_at: int = 0
+    ended_by_us: bool = False
+    missed_by: dict[int, float] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+    lost: bool = False
+    replaced: bool = False
+    gave_up: bool = False
+
+    @property
+    def on_terminal(self) -> bool:
+        """Whether it is in the launcher's process group, and reads the terminal."""
+        return self.task.is_chief and not self.incarnation
+
+    @property
+    def final_error(self) -> FinalError | None:
+        """The error that ended its script, if the script's process wrote it."""
+        if self.error_file is None:
+            return None
+        self.error_file.seek(0)
+        return FinalError.decode(self.error_file.read())
+
+    def evidence(self) -> tuple[str, int]:
+        """Return the end of its output, and the last write in ns since the epoch."""
+        final = self.final_error
+        if final is not None and self.error_file is not None:
+            status = os.fstat(self.error_file.fileno())
+            return final.text, status.st_mtime_ns
+        if self.tail is not None:
+            return self.tail.read()
+        return ("", 0) if self.log is None else Tail.of_file(self.log)
 
 
 class OutputPump:

@@ -23,19 +23,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import selectors
 import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 from kerasdist.cli.console import print_line, print_line_soon
+from kerasdist.cli.run import bootstrap
 from kerasdist.cli.run.hosts.agent import below, signal_all
-from kerasdist.cli.run.job_spec import FunctionFiles, JobSpec, TaskProcess
+from kerasdist.cli.run.job_spec import (
+    RANK_VARIABLES,
+    FunctionFiles,
+    JobSpec,
+    TaskProcess,
+    thread_variables,
+)
 from kerasdist.cli.run.outcome import JobOutcome, in_words
-from kerasdist.cli.run.output import JobOutput, OutputPump
+from kerasdist.cli.run.output import JobOutput, OutputPump, Started, open_log, window_of
 from kerasdist.cli.run.processes import (
     ENDING_SIGNALS,
     GROW_SIGNAL,
@@ -45,8 +57,9 @@ from kerasdist.cli.run.processes import (
     kill_all,
     kill_left_behind,
 )
-from kerasdist.cli.run.spawn import Launch, Started
-from kerasdist.transport import log
+from kerasdist.transport import log as logging_thread
+from kerasdist.transport.liveness.failure_protocol import ERROR_VARIABLE
+from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
 # Tasks that were stopped by a signal after all others ended.
 #
@@ -92,12 +105,6 @@ class JobSupervisor:
         copies = job.tagged or job.elastic is not None
         self._output = JobOutput(job, OutputPump(1) if copies else None)
         self._outcome = JobOutcome(job, self._tasks, self._output)
-        self._launch = Launch(
-            job=job,
-            environ=self._outcome.environ,
-            pass_fds=self._outcome.inherited,
-            output=self._output,
-        )
         # To find frozen tasks: when to look again, and how often they were seen.
         self._launcher = os.getppid()
         self._look_at = 0.0
@@ -133,7 +140,7 @@ class JobSupervisor:
         with adopt_orphans():
             try:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
-                self._tasks.extend(self._launch.start())
+                self._start_all()
                 self._watch(wake_read)
             except OSError as error:
                 print_line(f"the workers can't be run: {error}", logging.ERROR)
@@ -167,6 +174,149 @@ class JobSupervisor:
                 "first": each is first,
             }
             files.send(message, each.result_file.fileno())
+
+    # The start of tasks.
+
+    def _start_all(self) -> None:
+        """Start the tasks of the start.
+
+        Raises:
+            OSError: One can't be started; others may run.
+        """
+        # The sockets listen before any worker runs: no other process can take a port
+        # in between, and a worker that is early can connect to all others. Our copies
+        # are closed then, else a dead worker's port would stay open.
+        with contextlib.ExitStack() as listeners:
+            for task, listener in [
+                (task, listeners.enter_context(self._job.listen(task)))
+                for task in self._job.tasks
+            ]:
+                self._tasks.append(self._start_task(task, listener, 0))
+        if self._output.pump is not None:
+            self._output.pump.start()
+
+    def _start(self, task: TaskProcess | Started, failed: str) -> None:
+        """Start one more worker, or one that has ended again.
+
+        The latter is started at its address, without the terminal.
+
+        Args:
+            task: The task.
+            failed: What is said if it can't be started.
+        """
+        ended = task if isinstance(task, Started) else None
+        incarnation = 0 if ended is None else ended.incarnation + 1
+        task = task.task if isinstance(task, Started) else task
+        try:
+            with self._job.listen(task) as listener:
+                started = self._start_task(task, listener, incarnation)
+        except OSError as error:
+            print_line_soon(f"{failed}: {error}", logging.ERROR)
+            return
+        if ended is None:
+            self._tasks.append(started)
+        else:
+            self._tasks[self._tasks.index(ended)] = started
+
+    def _start_task(
+        self, task: TaskProcess, listener: socket.socket | None, incarnation: int
+    ) -> Started:
+        job, pump = self._job, self._output.pump
+        # Only the first process of the chief has the terminal.
+        chief = task.is_chief and not incarnation
+        # A server may run on any core: it waits for most of the time.
+        cores: tuple[int, ...] = ()
+        if job.cores and not task.is_server:
+            cores = job.cores[task.index - job.part.first[task.kind]]
+        path = job.log(task, again=incarnation > 0)
+        # The chief writes straight to the terminal, with its progress bars; to a file
+        # or another program the pump writes for it, or lines would be mixed.
+        piped = pump is not None and (not chief or not os.isatty(1))
+        inherited = [self._outcome.pipe.writing]
+        own = job.place_variables(task)
+        environ = {
+            # An outer launcher's ranks aren't those of this job.
+            **{n: v for n, v in job.environ.items() if n not in RANK_VARIABLES},
+            **own,
+            **(thread_variables(len(cores)) if cores else {}),
+            "KERASDIST_SECRET": job.secret,
+            "PYTHONHASHSEED": job.hash_seed,
+            "PYTHONUNBUFFERED": "1",
+            **self._outcome.pipe.environ,
+            "TF_CONFIG": json.dumps(
+                {
+                    "cluster": job.part.cluster,
+                    "task": {"type": task.kind, "index": task.index},
+                }
+            ),
+        }
+        if self._outcome.ended is not None:
+            environ["KERASDIST_INCARNATION"] = str(incarnation)
+            environ |= self._outcome.ended.environ
+            inherited.append(self._outcome.ended.fileno())
+        if listener is not None:
+            inherited.append(listener.fileno())
+            environ["KERASDIST_LISTEN_FD"] = str(listener.fileno())
+        error_file = result_file = None
+        # The errors of all others are read from their logs.
+        if chief or pump is not None:
+            # Not on a disk, which may be full.
+            error_file = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
+            inherited.append(error_file.fileno())
+            environ[ERROR_VARIABLE] = descriptor_in_words(error_file.fileno())
+        arguments: Sequence[str] = job.command
+        if job.function is not None:
+            result_file = tempfile.TemporaryFile()  # noqa: SIM115
+            inherited += [job.function.call, result_file.fileno()]
+            environ |= job.function.environ(result_file.fileno())
+            # The function's modules are found by the caller's `sys.path`: until then
+            # nothing of the working folder is imported.
+            arguments = ["-P", *arguments]
+        if job.hosts is not None:
+            shown = chief and not piped and os.isatty(1)
+            window = window_of(1) if shown else None
+            arguments, environ = job.hosts.command(
+                (task.kind, task.index), arguments, environ, window, own
+            )
+        command = [
+            *(sys.executable, "-I", "-S", str(bootstrap.__file__)),
+            str(os.getpid()),
+            str(job.group) if chief else "-",
+            ",".join(map(str, cores)) or "-",
+            *("--", sys.executable, *arguments),
+        ]
+        log = None if path is None else open_log(path, append=incarnation > 0)
+        with contextlib.ExitStack() as undo:
+            errors_to = None if chief else subprocess.STDOUT
+            if chief and (opened := undo.enter_context(self._output.chief_errors())):
+                errors_to, real, more = opened
+                inherited.append(real)
+                environ = {**environ, **more}
+            process = subprocess.Popen(
+                command,
+                stdin=None if chief else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if piped else log,
+                stderr=errors_to,
+                bufsize=0,
+                env=environ,
+                pass_fds=inherited,
+                start_new_session=not chief,
+            )
+        tail = None
+        if pump is not None and process.stdout is not None:
+            copied = pump.add(self._output.lines_of(task), process.stdout, log)
+            tail = None if chief else copied
+        elif log is not None:
+            log.close()
+        return Started(
+            task=task,
+            process=process,
+            incarnation=incarnation,
+            tail=tail,
+            log=path,
+            error_file=error_file,
+            result_file=result_file,
+        )
 
     # The watch.
 
@@ -264,18 +414,6 @@ class JobSupervisor:
             elif worker.code and self._outcome.restart_pending:
                 # A child could hold its port, or its memory.
                 kill_left_behind(pid, self._job.group if worker.on_terminal else None)
-
-    def _start(self, task: TaskProcess | Started, failed: str) -> None:
-        """Start one more worker, or one that has ended again."""
-        try:
-            started = self._launch.start_one(task)
-        except OSError as error:
-            print_line_soon(f"{failed}: {error}", logging.ERROR)
-        else:
-            if isinstance(task, Started):
-                self._tasks[self._tasks.index(task)] = started
-            else:
-                self._tasks.append(started)
 
     def _on_signal(self, number: int) -> None:
         if (
@@ -393,7 +531,7 @@ def run_supervised(job: JobSpec) -> int:
             except BaseException:  # the user must see all of them
                 sys.excepthook(*sys.exc_info())
             finally:
-                log.flush(None)  # as `sys.exit` would
+                logging_thread.flush(None)  # as `sys.exit` would
                 with contextlib.suppress(OSError):
                     sys.stderr.flush()
                 os._exit(code)

@@ -11,8 +11,7 @@ from kerasdist.cli.run import outcome
 from kerasdist.cli.run.job_spec import JobSpec
 from kerasdist.cli.run.nodes import LocalPart
 from kerasdist.cli.run.options import ElasticOptions
-from kerasdist.cli.run.output import JobOutput
-from kerasdist.cli.run.spawn import Started
+from kerasdist.cli.run.output import JobOutput, Started
 from kerasdist.transport import log
 from kerasdist.transport.liveness.failure_protocol import EndedTasks, FinalError
 from kerasdist.transport.liveness.launcher_pipe import Reporter, ServerReporter
@@ -239,7 +238,9 @@ class Played:
         self.tasks = [Started(task=task, process=None, tail=None) for task in job.tasks]
         pump = types.SimpleNamespace(call=lambda function: function())
         self.outcome = outcome.JobOutcome(job, self.tasks, JobOutput(job, pump))
+        self.environ = self.outcome.pipe.environ
         if settings is not None:
+            self.environ |= self.outcome.ended.environ
             self.undo.callback(self.outcome.ended.close)
         self.undo.callback(os.close, self.outcome.pipe.reading)
         self.undo.callback(os.close, self.outcome.pipe.writing)
@@ -250,7 +251,7 @@ class Played:
     def happen(self, event):
         event, *more = event.split(", ") if "ends" in event else [event]
         words = event.replace(",", "").split()
-        name, environ = " ".join(words[:2]), self.outcome.environ
+        name, environ = " ".join(words[:2]), self.environ
         match words:
             case [_, _, "ends", code]:
                 self.end(self[name], int(code), *more)
@@ -420,7 +421,7 @@ def test_who_still_runs_in_an_elastic_job(play):
 
 def test_workers_read_who_has_ended_for_good(play):
     played = play(3, restarts=1)
-    read = EndedTasks(played.outcome.environ).read
+    read = EndedTasks(played.environ).read
     played.happen("rank 1 ends -9")
     assert read() == frozenset()  # it is started again
     played.happen("rank 0 ends -9")

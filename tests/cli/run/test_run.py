@@ -14,7 +14,7 @@ import pytest
 from kerasdist import cli
 from kerasdist.cli.env import find_allocator
 from kerasdist.cli.run import command
-from kerasdist.cli.run.spawn import cores_in_order, shares, thread_variables
+from kerasdist.cli.run.job_spec import cores_in_order, shares, thread_variables
 from launching import HANG
 from pace import bound
 from waiting import wait_until

@@ -6,7 +6,7 @@ import pytest
 from ssh import SshHosts
 
 from kerasdist.cli.run.hosts.probe import find_gpus
-from kerasdist.cli.run.job_spec import divide, divisions_in_words
+from kerasdist.cli.run.job_spec import divide, divide_all
 from pace import bound
 
 _NO_SSH = SshHosts.available()
@@ -157,17 +157,15 @@ NAMES = [f"GPU-{i}" for i in range(8)]
 
 def test_without_gpus_or_with_all_nothing_is_set():
     for option, names in (("auto", []), ("all", NAMES)):
-        division = divide(option, names, 2, [])
-        assert division.environ(0) == division.environ(None) == {}
-        assert not divisions_in_words([division])
+        assert divide(option, names, 2, []) is None
 
 
-def test_a_worker_gets_one_part_of_a_gpu():
+def test_a_worker_gets_one_part_of_a_gpu(said):
     """CUDA gives a process only one."""
     parts = [f"MIG-{i}" for i in range(4)]
-    division = divide("auto", parts, 2, [])
-    assert division.shares == (("MIG-0",), ("MIG-1",))
-    assert divisions_in_words([division]) == "4 GPUs for 2 workers, 1 each; 2 not used"
+    divided = divide_all("auto", {"": (parts, "")}, {"": 2}, [])
+    assert divided == {"": (("MIG-0",), ("MIG-1",))}
+    assert said() == ["kerasdist run: 4 GPUs for 2 workers, 1 each; 2 not used"]
     faults: list[str] = []
     divide("2", parts, 2, faults)
     assert faults == [
@@ -176,10 +174,11 @@ def test_a_worker_gets_one_part_of_a_gpu():
     ]
 
 
-def test_equal_hosts_are_said_together():
-    given = [("a", 4, 2), ("b", 4, 2), ("c", 1, 1), ("d", 0, 2), ("e", 3, 2)]
-    divisions = [divide("auto", NAMES[:n], each, [], host) for host, n, each in given]
-    assert divisions_in_words(divisions) == (
-        "a, b: 4 GPUs for 2 workers, 2 each; c: 1 GPU for 1 worker, 1 each; "
-        "e: 3 GPUs for 2 workers, 1 or 2 each"
-    )
+def test_equal_hosts_are_said_together(said):
+    given = {"a": (4, 2), "b": (4, 2), "c": (1, 1), "d": (0, 2), "e": (3, 2)}
+    found = {host: (NAMES[:n], "") for host, (n, _) in given.items()}
+    divide_all("auto", found, {host: count for host, (_, count) in given.items()}, [])
+    assert said() == [
+        "kerasdist run: a, b: 4 GPUs for 2 workers, 2 each; c: 1 GPU for 1 worker, "
+        "1 each; e: 3 GPUs for 2 workers, 1 or 2 each"
+    ]
