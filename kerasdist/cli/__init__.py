@@ -1,9 +1,9 @@
 """The `kerasdist` command: one module for each of its commands.
 
-A command's module has `add_parser(commands)`, which adds its options and sets the
-defaults `parser`, its own, and `handler`: a function from the parsed arguments to the
-exit code. With an option `--json` it also fills `arguments.document`, and prints only
-without it.
+A command's module has `COMMAND`: see `kerasdist.cli.console.Command`. The parsed
+arguments have further attributes for its handler: `parser`, its own; `script`, the
+command line of what it runs; `commands`, all parsers; `document`, which it fills if it
+has an option `--json`, and prints only without that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
     for module in (run, bench, predict, advise, doctor, plan_command, env, completion):
-        module.add_parser(commands)
+        module.COMMAND.add_to(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if options and options[0] in WITH_SCRIPT:
@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             document: dict[str, Any] = {}
             if _wants_json(options, commands.choices):
                 document = stack.enter_context(json_document(options[0]))
-            known = argparse.Namespace(script=command, document=document)
+            known = argparse.Namespace(
+                script=command, document=document, commands=commands
+            )
             arguments, unknown = parser.parse_known_args(options, known)
             if unknown:
                 # With the usage of the command that was given, not of `kerasdist`.

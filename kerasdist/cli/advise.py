@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
+from kerasdist.cli.console import Command, above_zero, json_option, option, read_by
 from kerasdist.cli.predict import (
     MEASURING_OPTIONS,
     measure,
@@ -76,21 +76,6 @@ _OPTIONS = (
     ),
     json_option("the text"),
 )
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `advise` to the command line."""
-    add_command(
-        commands,
-        "advise",
-        _advise,
-        (*_OPTIONS, *MEASURING_OPTIONS, *run.OPTIONS),
-        help="propose a strategy for a script and its machines",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        usage="kerasdist advise [--workers N] [--network LINK] [options] "
-        "[options of run] [--] (script.py | -m module) [args ...]",
-    )
 
 
 def _advise(arguments: argparse.Namespace) -> int:
@@ -225,3 +210,15 @@ def _to_text(choices: list[StrategyChoice], command: str) -> str:
             ]
         )
     return "\n".join([*lines, *aligned(rows)])
+
+
+COMMAND = Command(
+    name="advise",
+    handler=_advise,
+    options=(*_OPTIONS, *MEASURING_OPTIONS, *run.OPTIONS),
+    help="propose a strategy for a script and its machines",
+    description=_DESCRIPTION,
+    epilog=_EPILOG,
+    usage="kerasdist advise [--workers N] [--network LINK] [options] "
+    "[options of run] [--] (script.py | -m module) [args ...]",
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from kerasdist.cli.console import add_command, option
+from kerasdist.cli.console import Command, option
 from kerasdist.cli.run import command as run
 
 _DESCRIPTION = """\
@@ -28,21 +28,6 @@ _OPTIONS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` to the command line."""
-    add_command(
-        commands,
-        "bench",
-        _bench,
-        (*_OPTIONS, *run.OPTIONS),
-        help="measure what a step of a script costs, by parts",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        usage="kerasdist bench [-n N | -H HOSTS] [--steps S] [options of run] [--] "
-        "(script.py | -m module) [args ...]",
-    )
-
-
 def _bench(arguments: argparse.Namespace) -> int:
     faults: list[str] = []
     if not (arguments.steps.isdecimal() and int(arguments.steps) >= 20):
@@ -52,3 +37,15 @@ def _bench(arguments: argparse.Namespace) -> int:
         )
     command = run.checked_command(arguments, faults)
     return run.start_first_fit(arguments, "bench", arguments.steps, *command)
+
+
+COMMAND = Command(
+    name="bench",
+    handler=_bench,
+    options=(*_OPTIONS, *run.OPTIONS),
+    help="measure what a step of a script costs, by parts",
+    description=_DESCRIPTION,
+    epilog=_EPILOG,
+    usage="kerasdist bench [-n N | -H HOSTS] [--steps S] [options of run] [--] "
+    "(script.py | -m module) [args ...]",
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kerasdist.cli.console import WITH_SCRIPT, add_command, names_of
+from kerasdist.cli.console import WITH_SCRIPT, Command, names_of, option
 
 SHELLS = ("bash", "zsh", "fish")
 # Also run by zsh, as bash would. Without a reply the shell completes names of files.
@@ -140,24 +140,22 @@ examples:
   kerasdist completion fish | source          in ~/.config/fish/config.fish"""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `completion` to the command line, after all others."""
+def _complete(arguments: argparse.Namespace) -> int:
+    commands = arguments.commands
+    # What each command has as `help`; argparse has no public list of them.
+    helps = {each.dest: each.help or "" for each in commands._choices_actions}
+    known = commands.choices.items()
+    found = [_Command(name, helps[name], each) for name, each in known]
+    print(_script_for(arguments.shell, found), end="")
+    return 0
 
-    def run(arguments: argparse.Namespace) -> int:
-        # What `add_parser` of each command was given as `help`.
-        helps = {each.dest: each.help or "" for each in commands._choices_actions}
-        known = commands.choices.items()
-        found = [_Command(name, helps.get(name, ""), each) for name, each in known]
-        print(_script_for(arguments.shell, found), end="")
-        return 0
 
-    parser = add_command(
-        commands,
-        "completion",
-        run,
-        help="print a script by which a shell completes kerasdist's words",
-        description="Print a script by which bash, zsh or fish completes commands, "
-        "options and their values.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("shell", choices=SHELLS)
+COMMAND = Command(
+    name="completion",
+    handler=_complete,
+    options=(option("shell", "the shell", choices=SHELLS),),
+    help="print a script by which a shell completes kerasdist's words",
+    description="Print a script by which bash, zsh or fish completes commands, options "
+    "and their values.",
+    epilog=_EPILOG,
+)

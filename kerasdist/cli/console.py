@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -133,33 +134,47 @@ def json_option(text: str) -> Option:
     )
 
 
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    handler: Callable[[argparse.Namespace], int],
-    options: Iterable[Option] = (),
-    **texts: Any,
-) -> argparse.ArgumentParser:
-    """Add a command, and return its parser.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of `kerasdist`.
 
-    Args:
-        commands: Takes it.
+    Attributes:
         name: Its name.
-        handler: Runs it, and returns the exit code.
+        handler: Runs it: from the parsed arguments to the exit code.
+        help: Its line in the list of all commands.
+        description: The text of its own help.
+        epilog: The lines below the options, as those of a terminal; then the
+            description's lines are kept as they are, too.
+        usage: The line above them; None: argparse's own.
         options: Its options.
-        texts: Its `help`, `description` and so on. With an `epilog`, whose lines are
-            those of a terminal, the description's are kept as they are, too.
     """
-    layout = argparse.HelpFormatter
-    if "epilog" in texts:
-        layout = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(
-        name, formatter_class=layout, allow_abbrev=False, **texts
-    )
-    parser.set_defaults(parser=parser, handler=handler)
-    for names, settings in options:
-        parser.add_argument(*names, **settings)
-    return parser
+
+    name: str
+    handler: Callable[[argparse.Namespace], int]
+    help: str
+    description: str
+    epilog: str | None = None
+    usage: str | None = None
+    options: tuple[Option, ...] = ()
+
+    def add_to(
+        self, commands: argparse._SubParsersAction[argparse.ArgumentParser]
+    ) -> None:
+        """Add it to the command line."""
+        parser = commands.add_parser(
+            self.name,
+            help=self.help,
+            description=self.description,
+            epilog=self.epilog,
+            usage=self.usage,
+            formatter_class=argparse.RawDescriptionHelpFormatter
+            if self.epilog
+            else argparse.HelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.set_defaults(parser=parser, handler=self.handler)
+        for names, settings in self.options:
+            parser.add_argument(*names, **settings)
 
 
 def names_of(

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from kerasdist._version import TESTED_VERSIONS, __version__
 from kerasdist.cli import env
-from kerasdist.cli.console import above_zero, add_command, json_option, option
+from kerasdist.cli.console import Command, above_zero, json_option, option
 from kerasdist.cli.run import options as run_options
 from kerasdist.cli.run.hosts import places
 from kerasdist.cli.run.hosts.probe import PACKAGES, facts, version_of
@@ -95,26 +95,6 @@ _OPTIONS = (
     *(*run_options.HOSTS, *run_options.NODES),
     run_options.start_timeout(_START_SECONDS),
 )
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `doctor` to the command line."""
-    parser = add_command(
-        commands,
-        "doctor",
-        _run,
-        _OPTIONS,
-        help="look for faults that would keep a job from running",
-        description="Check versions, devices, cluster settings, peers and memory, "
-        "and print a remedy for each fault. Run it with the environment of the "
-        "job, on all machines at the same time: while it runs, it listens at this "
-        "task's address. With -H or --nnodes, and the options that `kerasdist run` has "
-        "with them, check the hosts of such a job instead: those of -H from this one, "
-        "those of --nnodes by starting this command on all of them. Exit code 0 if "
-        "nothing is wrong, else 1.",
-    )
-    # An option of `run` alone.
-    parser.set_defaults(bind="none")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -654,3 +634,17 @@ def _of_nodes(
         text = "\n".join(["others were refused before all were here", *refused])
         remedy = "nothing, if these were earlier attempts; else end those processes"
         yield _warn(text, remedy)
+
+
+COMMAND = Command(
+    name="doctor",
+    handler=_run,
+    options=_OPTIONS,
+    help="look for faults that would keep a job from running",
+    description="Check versions, devices, cluster settings, peers and memory, and "
+    "print a remedy for each fault. Run it with the environment of the job, on all "
+    "machines at the same time: while it runs, it listens at this task's address. With "
+    "-H or --nnodes, and the options that `kerasdist run` has with them, check the "
+    "hosts of such a job instead: those of -H from this one, those of --nnodes by "
+    "starting this command on all of them. Exit code 0 if nothing is wrong, else 1.",
+)

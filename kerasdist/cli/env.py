@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from kerasdist._version import __version__
-from kerasdist.cli.console import add_command, json_option, option
+from kerasdist.cli.console import Command, json_option, option
 from kerasdist.cli.run.hosts.probe import PACKAGES, version_of
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
@@ -391,20 +391,6 @@ _SIGNS = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `env` to the command line."""
-    add_command(
-        commands,
-        "env",
-        _run,
-        _OPTIONS,
-        help="print what a report of a bug needs",
-        description="Print versions, machine, limits, network, GPUs, launcher and "
-        "environment variables, with secrets hidden, for a report of a bug. A part "
-        "that can't be read contains the reason. The exit code is 0.",
-    )
-
-
 def _run(arguments: argparse.Namespace) -> int:
     seconds = 0.0 if arguments.no_tensorflow else _TENSORFLOW_SECONDS
     found = report(os.environ, seconds)
@@ -483,3 +469,14 @@ def _print(name: str, part: Any, indent: str = "") -> None:
     elif name.endswith("_bytes"):
         name, part = name.removesuffix("_bytes").replace("_", " "), human_bytes(part)
     print(f"{indent}{name}: {part}")
+
+
+COMMAND = Command(
+    name="env",
+    handler=_run,
+    options=_OPTIONS,
+    help="print what a report of a bug needs",
+    description="Print versions, machine, limits, network, GPUs, launcher and "
+    "environment variables, with secrets hidden, for a report of a bug. A part that "
+    "can't be read contains the reason. The exit code is 0.",
+)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kerasdist.cli.console import above_zero, add_command, json_option, option, read_by
+from kerasdist.cli.console import Command, above_zero, json_option, option, read_by
 from kerasdist.errors import PlanError
 from kerasdist.placement.plan import Plan, parse_bytes
 
@@ -129,19 +129,6 @@ _OPTIONS = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `plan` to the command line."""
-    add_command(
-        commands,
-        "plan",
-        _run,
-        _OPTIONS,
-        help="propose a device for each layer, and check that the model fits",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-    )
-
-
 def _run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     model_fn = _load(arguments.parser, arguments.model)
@@ -204,3 +191,13 @@ def _load(parser: argparse.ArgumentParser, text: str) -> Callable[[], Any]:
             "function without arguments that returns the model"
         )
     return function
+
+
+COMMAND = Command(
+    name="plan",
+    handler=_run,
+    options=_OPTIONS,
+    help="propose a device for each layer, and check that the model fits",
+    description=_DESCRIPTION,
+    epilog=_EPILOG,
+)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kerasdist.cli.console import (
+    Command,
     above_zero,
-    add_command,
     json_option,
     option,
     output_to,
@@ -105,21 +105,6 @@ MEASURING_OPTIONS = (
         type=Path,
     ),
 )
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `predict` to the command line."""
-    add_command(
-        commands,
-        "predict",
-        _predict,
-        (*_OPTIONS, *MEASURING_OPTIONS, *run.OPTIONS),
-        help="simulate a script's steps with other numbers of workers",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        usage="kerasdist predict [--workers N,N] [--network LINK] [options] "
-        "[options of run] [--] (script.py | -m module) [args ...]",
-    )
 
 
 def _predict(arguments: argparse.Namespace) -> int:
@@ -260,3 +245,15 @@ def measure(
         raise SystemExit(code or 1)
     value: Any = json.loads(lines[-1])
     return {name: Profile.from_json(each) for name, each in value.items()}
+
+
+COMMAND = Command(
+    name="predict",
+    handler=_predict,
+    options=(*_OPTIONS, *MEASURING_OPTIONS, *run.OPTIONS),
+    help="simulate a script's steps with other numbers of workers",
+    description=_DESCRIPTION,
+    epilog=_EPILOG,
+    usage="kerasdist predict [--workers N,N] [--network LINK] [options] "
+    "[options of run] [--] (script.py | -m module) [args ...]",
+)

@@ -33,94 +33,69 @@ from kerasdist.transport.liveness.launcher_pipe import REPORT_VARIABLE
 
 # The options of `kerasdist run` for the arguments of `kerasdist.run`.
 
-_WORKER = "kerasdist.run_function.worker"
+# The arguments that are options of the same name: their types, and those in words.
+_TYPES: dict[str, tuple[Any, str]] = {
+    "n": (int, "an integer"),
+    "ps": (int, "an integer"),
+    "hosts": (str | Sequence | None, "a text or a list of texts"),
+    "gpus": (int | str, "a text or an integer"),
+    "output": (str, "a text"),
+    "bind": (str, "a text"),
+    "min_workers": (int | None, "an integer"),
+    "restarts": (int | None, "an integer"),
+    **dict.fromkeys(
+        ("hostfile", "ssh", "python", "log_dir", "malloc"),
+        (str | bytes | os.PathLike | None, "a text"),
+    ),
+}
+_LEAST = {"n": 1, "ps": 0, "min_workers": 0, "restarts": 0}
+_KNOWN = {"output": ("chief", "all"), "bind": ("none", "cores")}
 
 
-def _options(
-    given: Mapping[str, str | None], *, elastic: bool, exported: Iterable[str]
-) -> list[str]:
-    """Return what follows `kerasdist run`.
+def _option(name: str, value: Any) -> list[str]:
+    """Return what stands for an argument on the command line.
 
     The launcher checks the rest: whether hosts can be parsed, for instance.
 
-    Args:
-        given: Values by the arguments' names; None: not given.
-        elastic: Whether the job is elastic.
-        exported: Names of variables for the workers of other hosts.
+    Raises:
+        TypeError: It has another type.
+        ValueError: It can't be used.
     """
-    options = ["--elastic"] if elastic else []
-    for name, value in given.items():
-        if value is not None:
-            dashes = "-" if name == "n" else "--"
-            options += [f"{dashes}{name.replace('_', '-')}", value]
-    for name in exported:
-        options += ["-x", name]
-    return [*options, "-m", _WORKER]
-
-
-# Each of these returns an argument as the option has it. With another type it raises
-# TypeError; if the value can't be used, ValueError.
-
-
-def _number(name: str, value: Any, least: int) -> str:
-    if isinstance(value, bool) or not isinstance(value, int):
+    kind, in_words = _TYPES[name]
+    is_list = name == "hosts" and isinstance(value, Sequence)
+    if (
+        not isinstance(value, kind)
+        or isinstance(value, bool)
+        or (is_list and not all(isinstance(each, str) for each in value))
+    ):
         raise TypeError(
-            f"`{name}` must be an integer. Received: {name}={value!r}. Expected an "
-            f"integer >= {least}."
+            f"`{name}` must be {in_words}. Received: {name}={value!r}. Expected what "
+            f"the option --{name.replace('_', '-')} of `kerasdist run` takes."
         )
-    if value < least:
+    if value is None:
+        return []
+    if value not in _KNOWN.get(name, (value,)):
         raise ValueError(
-            f"`{name}` must be at least {least}. Received: {name}={value!r}. Expected "
-            f"an integer >= {least}."
-        )
-    return str(value)
-
-
-def _one_of(name: str, value: Any, *known: str) -> str:
-    if value not in known:
-        raise ValueError(
-            f"`{name}` must be one of {', '.join(map(repr, known))}. Received: "
+            f"`{name}` must be one of {', '.join(map(repr, _KNOWN[name]))}. Received: "
             f"{name}={value!r}. Expected one of these texts."
         )
-    return str(value)
-
-
-def _text(name: str, value: Any) -> str | None:
-    try:
-        return None if value is None else os.fsdecode(value)
-    except TypeError:
-        raise TypeError(
-            f"`{name}` must be a text. Received: {name}={value!r}. Expected what the "
-            f"option of `kerasdist run` takes."
-        ) from None
-
-
-def _gpus(gpus: Any) -> str:
-    if isinstance(gpus, bool) or not isinstance(gpus, int | str):
-        raise TypeError(
-            f"`gpus` must be a text or an integer. Received: gpus={gpus!r}. Expected "
-            "'auto', 'all', 'none' or a number of GPUs for each worker."
+    if name in _LEAST and value < _LEAST[name]:
+        raise ValueError(
+            f"`{name}` must be at least {_LEAST[name]}. Received: {name}={value!r}. "
+            f"Expected an integer >= {_LEAST[name]}."
         )
-    return str(gpus)
-
-
-def _hosts(hosts: Any) -> str | None:
-    if hosts is None or isinstance(hosts, str):
-        return hosts
-    try:
-        return ",".join(hosts)
-    except TypeError:
-        raise TypeError(
-            "`hosts` must be a text or a list of texts. Received: "
-            f'hosts={hosts!r}. Expected "a:2,b:2" or ["a:2", "b:2"].'
-        ) from None
+    if isinstance(value, int):
+        value = str(value)
+    elif is_list and not isinstance(value, str):
+        value = ",".join(value)
+    dashes = "-" if name == "n" else "--"
+    return [f"{dashes}{name.replace('_', '-')}", os.fsdecode(value)]
 
 
 def _variables(env: Any) -> dict[str, str]:
-    found = dict(env or {}) if env is None or isinstance(env, Mapping) else None
-    if found is None or not all(
-        isinstance(text, str) for item in found.items() for text in item
-    ):
+    found: dict[Any, Any]
+    found = dict(env or {}) if env is None or isinstance(env, Mapping) else {"": None}
+    if not all(isinstance(text, str) for item in found.items() for text in item):
         raise TypeError(
             "`env` must be a mapping from names to texts. Received: "
             f"env={env!r}. Expected all of them as str."
@@ -292,30 +267,35 @@ def run(
     _check_function(function, args, kwargs)
     on_hosts = hosts is not None or hostfile is not None
     given = {
-        "n": None if n is None and on_hosts else _number("n", n, 1),
-        "ps": _number("ps", ps, 0),
-        "output": _one_of("output", output, "chief", "all"),
-        "bind": _one_of("bind", bind, "none", "cores"),
-        "hosts": _hosts(hosts),
-        "gpus": _gpus(gpus),
-        "hostfile": _text("hostfile", hostfile),
-        "ssh": _text("ssh", ssh),
-        "python": _text("python", python),
-        "log_dir": _text("log_dir", log_dir),
-        "malloc": _text("malloc", malloc),
+        "ps": ps,
+        "output": output,
+        "bind": bind,
+        "hosts": hosts,
+        "gpus": gpus,
+        "hostfile": hostfile,
+        "ssh": ssh,
+        "python": python,
+        "log_dir": log_dir,
+        "malloc": malloc,
+        "min_workers": min_workers,
+        "restarts": restarts,
     }
+    if n is not None or not on_hosts:
+        given["n"] = n
     if not isinstance(elastic, bool):
         raise TypeError(f"`elastic` must be True or False. Received: {elastic!r}.")
-    for name, count in (("min_workers", min_workers), ("restarts", restarts)):
-        given[name] = None if count is None else _number(name, count, 0)
+    options = ["--elastic"] if elastic else []
+    for name, value in given.items():
+        options += _option(name, value)
     variables = _variables(env)
+    for name in variables if on_hosts else ():
+        options += ["-x", name]
+    options += ["-m", "kerasdist.run_function.worker"]
     if not sys.executable:
         raise ValueError(
             "`kerasdist.run` starts new Pythons, but it is unknown where Python is. "
             "Received: an empty `sys.executable`. Expected the path of Python there."
         )
-    exported = variables if on_hosts else ()
-    options = _options(given, elastic=elastic, exported=exported)
     if REPORT_VARIABLE in os.environ:
         raise ClusterError(
             "`kerasdist.run` was called in a task of a job, which it would start again "

@@ -104,7 +104,7 @@ def commands() -> Iterator[str]:
     parser = argparse.ArgumentParser()
     made: Any = parser.add_subparsers()
     for module in (run, doctor, plan, env, completion):
-        module.add_parser(made)
+        module.COMMAND.add_to(made)
     for name, command in made.choices.items():
         yield f"kerasdist {name}"
         for action in command._actions:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.machinery
 import importlib.util
 import logging
@@ -16,10 +15,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from kerasdist.cli.console import add_command, print_line
+from kerasdist.cli.console import Command, print_line
 from kerasdist.cli.env import find_allocator, preloading
 from kerasdist.cli.run import options
 from kerasdist.cli.run.hosts.places import HostsError, on_hosts
@@ -54,21 +53,6 @@ examples:
 
 # They say how a job is started.
 OPTIONS = options.ALL_OPTIONS
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `run` to the command line."""
-    add_command(
-        commands,
-        "run",
-        start,
-        OPTIONS,
-        help="start workers on this machine or others",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        usage="kerasdist run (-n N | -H HOSTS) [options] [--] "
-        "(script.py | -m module) [args ...]",
-    )
 
 
 def split(
@@ -227,18 +211,14 @@ def start(arguments: argparse.Namespace) -> int:
                 "--log-dir must be a folder in which files can be made. Received: "
                 f"--log-dir {shlex.quote(arguments.log_dir)}"
             )
-    malloc = f"Received: --malloc {shlex.quote(arguments.malloc)}"
-    if os.sep not in arguments.malloc and arguments.malloc not in ("none", "auto"):
+    malloc = arguments.malloc
+    if malloc not in ("none", "auto") and not (
+        os.sep in malloc and os.access(malloc, os.R_OK)
+    ):
         faults.append(
-            f"--malloc must be 'none', 'auto' or the path of a shared library. {malloc}"
+            "--malloc must be 'none', 'auto' or the path of a shared library that can "
+            f"be read. Received: --malloc {shlex.quote(malloc)}"
         )
-    elif os.sep in arguments.malloc and not os.access(arguments.malloc, os.R_OK):
-        faults.append(
-            f"--malloc must be 'none', 'auto' or a shared library. {malloc}, which "
-            "can't be read"
-        )
-    if not hasattr(os, "fork"):
-        faults.append("kerasdist run needs Linux (os.fork)")
     weak = (
         *(secret_fault(os.environ), level_fault(os.environ), format_fault(os.environ)),
         # Of tasks on other hosts each checks its own files.
@@ -255,8 +235,7 @@ def start(arguments: argparse.Namespace) -> int:
         gpus = divide_all(arguments.gpus, found, {"": most}, faults)
     if faults:
         if function is not None:
-            function.refuse(faults)
-            return 2
+            return function.refuse(faults)
         arguments.parser.error("\n  ".join(faults))
     with contextlib.ExitStack() as undo:
         try:
@@ -278,8 +257,7 @@ def start(arguments: argparse.Namespace) -> int:
                 part = undo.enter_context(alone(most, servers))
         except HostsError as error:
             if function is not None:
-                function.refuse(error.faults)
-                return 2
+                return function.refuse(error.faults)
             names = ",".join(host.target for host in hosts.hosts) if hosts else ""
             print_line(f"the hosts can't be used. Received: {names}", logging.ERROR)
             for fault in error.faults:
@@ -293,97 +271,95 @@ def start(arguments: argparse.Namespace) -> int:
             return 1
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
+        others = size + servers > 1 or part.first["worker"] > 0
+        temporary = log_dir is None and arguments.output == "chief" and others
+        if temporary:
+            log_dir = Path(tempfile.mkdtemp(prefix="kerasdist-run-"))
+        elif log_dir is not None:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+            print_line(
+                "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of "
+                "its own on this machine",
+                logging.WARNING,
+            )
+        environ.update(hosts.exported if hosts else {})
+        environ.update(elastic.environ if elastic else {})
+        if not arguments.tensorflow_log:
+            environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
         job = JobSpec(
             size=size,
             servers=servers,
             command=command,
             log_dir=log_dir,
+            tagged=arguments.output == "all" and others,
+            quiet=not arguments.tensorflow_log
+            and environ["TF_CPP_MIN_LOG_LEVEL"] != "0",
+            cores=_divided_cores(most) if arguments.bind == "cores" else (),
             gpus=gpus,
-            environ={**environ, **(hosts.exported if hosts else {})},
+            environ=environ | _allocator(malloc, environ),
             elastic=elastic,
             hosts=placed,
             part=part,
             function=function,
+            secret=os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32),
+            group=os.getpgrp(),
         )
-        return launch(arguments, job)
+        code = _run(job)
+        if temporary and log_dir is not None and code == 0:
+            shutil.rmtree(log_dir, ignore_errors=True)
+        return code
 
 
-# With less of it free, a disk is full: files take it in blocks.
-_FULL_BYTES = 4096
-
-
-def launch(arguments: argparse.Namespace, job: JobSpec) -> int:
-    """Make the job's log folder and environment, run the job, and tidy up.
-
-    Args:
-        arguments: The options, which have been checked.
-        job: The job; its environment is that of the user.
-
-    Returns:
-        The exit code. Nothing of the job runs any more.
-    """
-    others = any(not task.is_chief for task in job.tasks)
-    log_dir = job.log_dir
-    temporary = log_dir is None and arguments.output == "chief" and others
-    if temporary:
-        log_dir = Path(tempfile.mkdtemp(prefix="kerasdist-run-"))
-    elif log_dir is not None:
-        log_dir.mkdir(parents=True, exist_ok=True)
-    cores: tuple[tuple[int, ...], ...] = ()
-    if arguments.bind == "cores":
-        available = cores_in_order()
-        most = len(job.all_tasks) - job.servers
-        cores = tuple(shares(available, most))
-        if len(available) < most:
-            print_line(
-                f"{most} workers share {len(available)} cores: each has one core and "
-                "one thread, several have the same",
-                logging.WARNING,
-            )
-    if os.environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
+def _divided_cores(workers: int) -> tuple[tuple[int, ...], ...]:
+    """Return the cores of each worker."""
+    available = cores_in_order()
+    if len(available) < workers:
         print_line(
-            "TF_CONFIG is set, and is replaced: `kerasdist run` starts a job of its "
-            "own on this machine",
+            f"{workers} workers share {len(available)} cores: each has one core and "
+            "one thread, several have the same",
             logging.WARNING,
         )
-    environ = {**job.environ, **(job.elastic.environ if job.elastic else {})}
-    if not arguments.tensorflow_log:
-        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    quiet = not arguments.tensorflow_log and environ["TF_CPP_MIN_LOG_LEVEL"] != "0"
-    library = find_allocator() if arguments.malloc == "auto" else arguments.malloc
+    return tuple(shares(available, workers))
+
+
+def _allocator(malloc: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which workers use the allocator of `--malloc`."""
+    library = find_allocator() if malloc == "auto" else malloc
     if library is None:
         print_line(
             "--malloc auto: no allocator is installed, workers use the C library's. On "
             "Debian and Ubuntu: apt-get install libjemalloc2",
             logging.WARNING,
         )
-    elif library != "none":
-        environ.update(preloading(library, environ))
-        print_line(f"workers allocate with {environ['LD_PRELOAD'].partition(':')[0]}")
-    job = dataclasses.replace(
-        job,
-        log_dir=log_dir,
-        tagged=arguments.output == "all" and others,
-        cores=cores,
-        environ=environ,
-        quiet=quiet,
-        secret=os.environ.get("KERASDIST_SECRET") or secrets.token_hex(32),
-        group=os.getpgrp(),
-    )
+    if library in (None, "none"):
+        return {}
+    found = preloading(library, environ)
+    print_line(f"workers allocate with {found['LD_PRELOAD'].partition(':')[0]}")
+    return found
+
+
+# With less of it free, a disk is full: files take it in blocks.
+_FULL_BYTES = 4096
+
+
+def _run(job: JobSpec) -> int:
+    """Run a job, and tell where its logs are; return the exit code.
+
+    When this returns, nothing of the job runs any more.
+    """
     logs = [log for task in job.tasks if (log := job.log(task)) is not None]
     if logs:
         rest = "" if len(logs) == 1 else f" ... {logs[-1].name}"
         print_line(f"the others' output goes to {shlex.quote(str(logs[0]))}{rest}")
     code = run_supervised(job)
-    if log_dir is not None and _is_full(log_dir):
+    if job.log_dir is not None and _is_full(job.log_dir):
         print_line(
-            f"the disk of {shlex.quote(str(log_dir))} is full: the others' output may "
-            "be missing, and they may have failed for that reason (OSError: No space "
-            "left on device). Make room, or name another folder with --log-dir",
+            f"the disk of {shlex.quote(str(job.log_dir))} is full: the others' output "
+            "may be missing, and they may have failed for that reason (OSError: No "
+            "space left on device). Make room, or name another folder with --log-dir",
             logging.WARNING,
         )
-    if temporary and log_dir is not None and code == 0:
-        shutil.rmtree(log_dir, ignore_errors=True)
     return code
 
 
@@ -392,3 +368,15 @@ def _is_full(folder: Path) -> bool:
         return shutil.disk_usage(folder).free < _FULL_BYTES
     except OSError:  # the job has removed it
         return False
+
+
+COMMAND = Command(
+    name="run",
+    handler=start,
+    options=OPTIONS,
+    help="start workers on this machine or others",
+    description=_DESCRIPTION,
+    epilog=_EPILOG,
+    usage="kerasdist run (-n N | -H HOSTS) [options] [--] "
+    "(script.py | -m module) [args ...]",
+)

@@ -142,9 +142,10 @@ class FunctionFiles:
             RESULT_VARIABLE: descriptor_in_words(result),
         }
 
-    def refuse(self, faults: Sequence[str]) -> None:
-        """Report why nothing was started."""
+    def refuse(self, faults: Sequence[str]) -> int:
+        """Report why nothing was started; return the launcher's exit code."""
         self.send({"faults": list(faults)})
+        return 2
 
     def send(self, message: object, descriptor: int | None = None) -> None:
         """Send a message to the caller; it may have ended.

@@ -10,6 +10,7 @@ meets in the same way, and starts no job.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -27,14 +28,21 @@ from kerasdist.cli.run.options import Host, NodeOptions
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import FrameType
+from kerasdist.transport.deadline import Cancellation, Deadline
+from kerasdist.transport.framing import read_record
 from kerasdist.transport.log import LOGGER
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import (
+    Refused,
+    answer,
+    hello_of,
+    refuse,
+    register,
+)
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight, WaitingNotice
 
 _SESSION, _PURPOSE = "kerasdist run", "node"
+_KINDS = ("worker", "ps")
 # Seconds between two attempts.
 AGAIN_SECONDS = 0.5
 _REPLY_SECONDS = 10.0
@@ -45,24 +53,53 @@ class RendezvousError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPart:
-    """The part of a job's tasks that this launcher starts, and the ports of all.
+class LauncherHello:
+    """The hello of a launcher to host 0.
+
+    Attributes:
+        count: The number of launchers, as it was given.
+        tasks: The addresses of its tasks, by kind.
+        facts: The versions of its host; None if there will be a job.
+    """
+
+    count: int
+    tasks: Mapping[str, tuple[str, ...]]
+    facts: Mapping[str, str] | None = None
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses of its tasks."""
+        return [text for some in self.tasks.values() for text in some]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherRoster:
+    """The answer of host 0 to a launcher when all are there.
 
     Attributes:
         cluster: The addresses of all tasks, as `TF_CONFIG` has them.
-        first: The index of this launcher's first task, by kind.
-        bound: Sockets that keep the ports of this launcher's tasks, by kind; empty if
-            their hosts keep them.
+        first: The index of the launcher's first task, by kind.
         facts: The versions of each host that is here, by its number; empty if there
             will be a job.
-        refused: Why launchers were refused, as host 0 knows it.
+        refused: Why launchers were refused; empty if there will be a job.
     """
 
-    cluster: Mapping[str, Sequence[str]]
+    cluster: Mapping[str, tuple[str, ...]]
     first: Mapping[str, int] = field(default_factory=lambda: {"worker": 0, "ps": 0})
-    bound: Mapping[str, Sequence[socket.socket]] = field(default_factory=dict)
     facts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    refused: Sequence[str] = ()
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPart(LauncherRoster):
+    """The part of a job's tasks that this launcher starts, and the ports of all.
+
+    Attributes:
+        bound: Sockets that keep the ports of this launcher's tasks, by kind; empty if
+            their hosts keep them.
+    """
+
+    bound: Mapping[str, Sequence[socket.socket]] = field(default_factory=dict)
 
     def listen(self, kind: str, index: int) -> contextlib.AbstractContextManager[Any]:
         """Return a socket that listens at the port of one of this launcher's tasks.
@@ -109,7 +146,7 @@ def alone(workers: int, servers: int) -> Iterator[LocalPart]:
 
 def _keep_ports(
     host: str, counts: Mapping[str, int], undo: contextlib.ExitStack
-) -> tuple[dict[str, list[str]], dict[str, list[socket.socket]]]:
+) -> tuple[dict[str, tuple[str, ...]], dict[str, list[socket.socket]]]:
     """Return addresses of tasks, by kind, and the sockets that keep their ports."""
     sockets = {
         kind: [undo.enter_context(probe.bound(host)) for _ in range(count)]
@@ -118,7 +155,7 @@ def _keep_ports(
     }
     named = Host(name=host).in_address
     addresses = {
-        kind: [f"{named}:{sock.getsockname()[1]}" for sock in some]
+        kind: tuple(f"{named}:{sock.getsockname()[1]}" for sock in some)
         for kind, some in sockets.items()
     }
     return addresses, sockets
@@ -167,7 +204,6 @@ def _meet(
     here = options.rank == 0 or (options.rank is None and is_here(Host(name=host)))
     own = host if here else _own_address(host, port)
     addresses, sockets = _keep_ports(own, counts, undo)
-    mine = {kind: addresses.get(kind, []) for kind in counts}
     facts = None
     if options.only_looks:
         for sock in sockets["worker"]:
@@ -176,14 +212,9 @@ def _meet(
         # Each launcher runs its own part of the job, in a folder of its own.
         del facts["working folder"]
     exchange = _collect if here else _ask
-    found = exchange(options, {"tasks": mine, "facts": facts}, secret)
-    return LocalPart(
-        cluster=found["cluster"],
-        first=found["first"],
-        bound=sockets,
-        facts={int(rank): each for rank, each in found.get("facts", {}).items()},
-        refused=found.get("refused", ()),
-    )
+    tasks = {kind: addresses.get(kind, ()) for kind in counts}
+    mine = LauncherHello(count=options.count, tasks=tasks, facts=facts)
+    return LocalPart(**vars(exchange(options, mine, secret)), bound=sockets)
 
 
 def _own_address(host: str, port: int) -> str:
@@ -207,23 +238,18 @@ class _OtherLauncher:
 
     rank: int
     connection: Connection
-    hello: dict[str, Any]
-
-    @property
-    def addresses(self) -> list[str]:
-        """The addresses of its tasks."""
-        return [text for some in self.hello["tasks"].values() for text in some]
+    hello: LauncherHello
 
     def __str__(self) -> str:
         """Return its name in messages."""
-        addresses = self.addresses
+        addresses = self.hello.addresses
         where = split_address(addresses[0])[0] if addresses else "without tasks"
         return f"{'a host' if self.rank < 0 else f'host {self.rank}'} ({where})"
 
 
 def _collect(
-    options: NodeOptions, mine: dict[str, Any], secret: bytes
-) -> dict[str, Any]:
+    options: NodeOptions, mine: LauncherHello, secret: bytes
+) -> LauncherRoster:
     """Wait for the others at the rendezvous, and send them the list."""
     waiting = _LauncherWait(options)
     others: list[_OtherLauncher] = []
@@ -255,14 +281,18 @@ def _collect(
             arrived = listener.pending.take_any(_SESSION, _PURPOSE, AGAIN_SECONDS)
             # One that arrives may have been killed, and started again, in that time.
             drop_those_that_left()
-            for rank, connection, hello in arrived:
+            for rank, connection, value in arrived:
                 undo.callback(connection.close)
-                fault = _fault(options, rank, hello, mine, others)
+                try:
+                    hello = read_record(value, LauncherHello, "A hello")
+                    fault = _fault(options, rank, hello, mine, others)
+                except ProtocolError as error:
+                    fault = str(error)
                 if fault:
                     refused.append(fault)
                     if not options.only_looks:
                         print_line(f"a host was refused: {fault}", logging.WARNING)
-                    _reply(connection, {"fault": fault})
+                    refuse(connection, fault)
                 else:
                     others.append(_OtherLauncher(rank, connection, hello))
         free = {*range(1, options.count)} - {each.rank for each in others}
@@ -270,31 +300,36 @@ def _collect(
         for each in others:
             each.rank = next(numbers) if each.rank < 0 else each.rank
         others.sort(key=lambda each: each.rank)
-        parts = [mine["tasks"], *(each.hello["tasks"] for each in others)]
-        cluster = {
-            kind: addresses
-            for kind in ("worker", "ps")
-            if (addresses := [text for part in parts for text in part[kind]])
+        parts = [mine, *(each.hello for each in others)]
+        addresses = {
+            kind: tuple(text for part in parts for text in part.tasks[kind])
+            for kind in _KINDS
         }
-        found: dict[str, Any] = {"cluster": cluster, "first": _counts([])}
+        roster = LauncherRoster(
+            cluster={kind: some for kind, some in addresses.items() if some}
+        )
         if options.only_looks:
-            facts = {each.rank: each.hello["facts"] for each in others}
-            found["facts"] = {0: mine["facts"], **facts}
-            found["refused"] = [*listener.refusals(), *refused]
+            ranks = [0, *(each.rank for each in others)]
+            facts = [part.facts or {} for part in parts]
+            roster = dataclasses.replace(
+                roster,
+                facts=dict(zip(ranks, facts, strict=True)),
+                refused=(*listener.refusals(), *refused),
+            )
         for index, each in enumerate(others, 1):
-            _reply(each.connection, {**found, "first": _counts(parts[:index])})
-        return found
-
-
-def _counts(parts: Sequence[dict[str, list[str]]]) -> dict[str, int]:
-    return {kind: sum(len(part[kind]) for part in parts) for kind in ("worker", "ps")}
+            first = {
+                kind: sum(len(part.tasks[kind]) for part in parts[:index])
+                for kind in _KINDS
+            }
+            answer(each.connection, dataclasses.replace(roster, first=first))
+        return roster
 
 
 def _fault(
     options: NodeOptions,
     rank: int,
-    hello: dict[str, Any],
-    mine: dict[str, Any],
+    hello: LauncherHello,
+    mine: LauncherHello,
     others: Sequence[_OtherLauncher],
 ) -> str:
     """Return why a launcher can't take part; empty if it can.
@@ -306,13 +341,12 @@ def _fault(
         mine: What this one would send.
         others: Those that have arrived before.
     """
-    if hello.get("count") != options.count:
+    if hello.count != options.count:
         return (
-            f"it was started with --nnodes {hello.get('count')}, and the host of the "
+            f"it was started with --nnodes {hello.count}, and the host of the "
             f"rendezvous with --nnodes {options.count}"
         )
-    facts = hello.get("facts")
-    if (facts is not None) != options.only_looks:
+    if (hello.facts is not None) != options.only_looks:
         return (
             "one of `kerasdist run` and `kerasdist doctor` was started on it, and the "
             "other on the host of the rendezvous"
@@ -320,46 +354,33 @@ def _fault(
     taken = {0, *(each.rank for each in others if each.rank >= 0)}
     if rank in taken or rank >= options.count:
         return f"there is a host with --node-rank {rank} already"
-    tasks = hello.get("tasks")
-    if not isinstance(tasks, dict) or not all(
-        isinstance(tasks.get(kind), list) for kind in ("worker", "ps")
-    ):
+    if hello.tasks.keys() != set(_KINDS):
         return "it names no tasks"
-    if facts is not None and not (
-        isinstance(facts, dict)
-        and all(isinstance(v, str) and v.isprintable() for v in facts.values())
-    ):
+    if not all(each.isprintable() for each in (hello.facts or {}).values()):
         return "it names no versions"
     # They go into every task's TF_CONFIG, and into messages.
-    addresses = [*tasks["worker"], *tasks["ps"]]
-    for address in addresses:
+    for address in hello.addresses:
         fault = address_fault(address)
         if fault is not None:
             return f"an address of a task {fault} (received: {address!r})"
-    named = [text for some in mine["tasks"].values() for text in some]
-    named += [text for each in others for text in each.addresses]
-    if len({*addresses, *named}) < len(addresses) + len(named):
+    named = [*mine.addresses, *hello.addresses]
+    named += [text for each in others for text in each.hello.addresses]
+    if len(set(named)) < len(named):
         return "it names an address that another task has"
     return ""
 
 
-def _reply(connection: Connection, value: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):
-        connection.write_json(FrameType.ROSTER, value, Deadline(_REPLY_SECONDS))
-
-
-def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str, Any]:
+def _ask(options: NodeOptions, mine: LauncherHello, secret: bytes) -> LauncherRoster:
     """Connect to the rendezvous, and wait for the list."""
     waiting = _LauncherWait(options)
-    hello = {
-        "session": _SESSION,
-        "purpose": _PURPOSE,
-        "rank": -1 if options.rank is None else options.rank,
-        "count": options.count,
-        **mine,
-    }
+    hello = hello_of(
+        _SESSION, _PURPOSE, -1 if options.rank is None else options.rank, mine
+    )
     connected = threading.Event()
     me = "this host" if options.rank is None else f"host {options.rank}"
+    # Host 0 goes on without others at the end of its own time, which began earlier than
+    # the connection.
+    grace = options.seconds + _REPLY_SECONDS if options.only_looks else 0.0
 
     def look() -> Sight:
         if connected.is_set():
@@ -370,25 +391,14 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
     with waiting.notice(me, look):
         while True:
             try:
-                connection = dial_tcp(
-                    options.rendezvous, secret, hello, Deadline(waiting.remaining())
+                connection, roster = register(
+                    *(options.rendezvous, secret, hello, LauncherRoster, waiting),
+                    *(Cancellation(), grace, connected),
                 )
-                with connection:
-                    connected.set()
-                    seconds = waiting.remaining()
-                    if options.only_looks:
-                        # Host 0 goes on without others at the end of its own time,
-                        # which began earlier than the connection.
-                        seconds = options.seconds + _REPLY_SECONDS
-                    try:
-                        _, value = connection.read_json(Deadline(seconds))
-                    except TimeoutError as error:
-                        raise waiting.error("other hosts aren't here") from error
-                    if "fault" in value:
-                        raise RendezvousError(
-                            f"host 0 has refused this one: {value['fault']}"
-                        )
-                    return dict(value)
+                connection.close()
+                return roster
+            except Refused as error:
+                raise RendezvousError(f"host 0 has refused this one: {error}") from None
             except (AuthenticationError, ProtocolError) as error:
                 raise RendezvousError(
                     f"the process at {options.rendezvous} isn't the launcher of this "
@@ -396,8 +406,9 @@ def _ask(options: NodeOptions, mine: dict[str, Any], secret: bytes) -> dict[str,
                 ) from error
             except (OSError, EOFError) as error:
                 reason = str(error) or type(error).__name__
-            connected.clear()
-            waiting.check(f"host 0 isn't at {options.rendezvous} yet ({reason})")
+            waiting.check(
+                f"host 0 isn't at {options.rendezvous}, or waits for others ({reason})"
+            )
             time.sleep(AGAIN_SECONDS)
 
 
@@ -426,11 +437,6 @@ class _LauncherWait(Deadline):
     def check(self, what: str) -> None:
         """Raise an error that tells what is the case, when the time is over."""
         if not self.remaining():
-            raise self.error(what)
-
-    def error(self, what: str) -> RendezvousError:
-        """Return the error at the end of the time."""
-        seconds = self._options.seconds
-        return RendezvousError(
-            f"{what}, after {seconds} s (--start-timeout). {self._command}"
-        )
+            raise RendezvousError(
+                f"{what}, after {self.seconds:g} s (--start-timeout). {self._command}"
+            )

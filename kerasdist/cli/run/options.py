@@ -454,7 +454,8 @@ def read_hosts(arguments: argparse.Namespace, faults: list[str]) -> HostOptions 
         hosts = parse_hosts(arguments.hosts, faults)
     elif (text := _read_text("--hostfile", arguments.hostfile, faults)) is not None:
         hosts = parse_hostfile(arguments.hostfile, text, faults)
-    if arguments.bind == "cores":
+    # The doctor has no such option.
+    if getattr(arguments, "bind", "none") == "cores":
         faults.append("--bind cores isn't possible with several hosts")
     ssh = tuple(shlex.split(arguments.ssh or "ssh"))
     if not ssh or shutil.which(ssh[0]) is None:

@@ -184,11 +184,11 @@ class TasksOnHosts:
             self._alone.update(there[MOST_SHARED:])
 
     @property
-    def cluster(self) -> dict[str, list[str]]:
+    def cluster(self) -> dict[str, tuple[str, ...]]:
         """The addresses of all tasks, as `TF_CONFIG` has them."""
-        cluster: dict[str, list[str]] = {}
+        cluster: dict[str, tuple[str, ...]] = {}
         for (kind, _), place in self.places.items():
-            cluster.setdefault(kind, []).append(place.text)
+            cluster[kind] = (*cluster.get(kind, ()), place.text)
         return cluster
 
     def workers_by_host(self) -> dict[str, int]:
