@@ -19,9 +19,9 @@ import os
 import platform
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from kerasdist._version import TESTED_VERSIONS, __version__
@@ -110,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         job = check_nodes(nodes, arguments.timeout, os.environ)
     else:
         job = check_task(arguments.timeout, os.environ)
-    counts = {"ok": 0, "warn": 0, "fault": 0}
+    counts = dict.fromkeys(_MARKS, 0)
     sections = []
     for title, section in _with_machine(job, os.environ):
         found = list(section)
@@ -427,29 +427,21 @@ def check_peers(
     peers = dict(names or _names(cluster))
     peers.pop(cluster.address or "", None)
     deadline = Deadline(seconds)
-    silent = f"no answer within {seconds:g} s"
-    reasons: dict[str, str | None] = dict.fromkeys(peers, silent)
 
-    def look(address: str) -> None:
+    def look(address: str) -> str | None:
         while True:
-            reasons[address] = probe(address, max(deadline.remaining(), 0.01))
-            if reasons[address] is None or deadline.remaining() <= _RETRY_SECONDS:
-                return
+            reason = probe(address, max(deadline.remaining(), 0.01))
+            if reason is None or deadline.remaining() <= _RETRY_SECONDS:
+                return reason
             time.sleep(_RETRY_SECONDS)
 
-    threads = [
-        threading.Thread(target=look, args=(address,), daemon=True) for address in peers
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        # `probe` keeps its own deadline; this is for one that doesn't.
-        thread.join(deadline.remaining() + 1.0)
+    with ThreadPoolExecutor(len(peers) or 1) as pool:
+        reasons = list(pool.map(look, peers))
     return [
         _ok(f"{name} ({address}) accepts connections")
-        if (reason := reasons[address]) is None
+        if reason is None
         else _fault(f"{name} ({address}) can't be reached: {reason}", _remedy(reason))
-        for address, name in peers.items()
+        for (address, name), reason in zip(peers.items(), reasons, strict=True)
     ]
 
 

@@ -309,7 +309,7 @@ def launch(
         KeyboardInterrupt: Ctrl-C; the job has ended.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs, _Interrupts() as interrupts, contextlib.ExitStack() as undo:
+    with ours, theirs, _interrupts() as interrupt, contextlib.ExitStack() as undo:
         descriptors = (call, theirs.fileno())
         streams = _Streams()
         process = subprocess.Popen(
@@ -332,8 +332,8 @@ def launch(
             start_new_session=True,
         )
         undo.enter_context(_ended(process))
+        interrupt(process)
         theirs.close()
-        interrupts.to(process)
         streams.follow(process, ours, outcome)
         outcome.code = process.wait(_END)
 
@@ -364,44 +364,44 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
                 pipe.close()
 
 
-class _Interrupts:
-    """Passes SIGINT on to the launcher; at the end it has its usual effect here."""
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Pass SIGINT on to a process; after the block it has its usual effect here.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._received: list[tuple[int, FrameType | None]] = []
-        self._before: Callable[[int, FrameType | None], Any] | None = None
+    Yields:
+        Takes the process, which gets those that have arrived before it, too.
+    """
+    received: list[tuple[int, FrameType | None]] = []
+    processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> _Interrupts:
-        # Other threads aren't interrupted, and can't have handlers.
-        if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
-            if callable(before):
-                self._before = before
-                signal.signal(signal.SIGINT, self._take)
-        return self
+    def pass_on() -> None:
+        kill = len(received) >= _KILL_AT
+        for process in processes if received else ():
+            process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
 
-    def __exit__(self, kind: object, error: object, frames: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            if self._received and error is None:
-                # It raises KeyboardInterrupt, unless the user has another handler.
-                self._before(*self._received[0])
+    def take(number: int, frame: FrameType | None) -> None:
+        received.append((number, frame))
+        pass_on()
 
-    def to(self, process: subprocess.Popen[bytes]) -> None:
-        """Pass them on to this process, also those that have arrived."""
-        self._process = process
-        if self._received:
-            self._pass_on()
+    def to(process: subprocess.Popen[bytes]) -> None:
+        processes.append(process)
+        pass_on()
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._received.append((number, frame))
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        if self._process is not None:
-            kill = len(self._received) >= _KILL_AT
-            self._process.send_signal(signal.SIGKILL if kill else signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
+    # Other threads aren't interrupted, and can't have handlers.
+    if threading.current_thread() is not threading.main_thread() or not callable(
+        before
+    ):
+        yield to
+        return
+    signal.signal(signal.SIGINT, take)
+    try:
+        yield to
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if received:
+        # It raises KeyboardInterrupt, unless the user has another handler.
+        before(*received[0])
 
 
 class _Streams:

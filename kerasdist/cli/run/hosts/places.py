@@ -152,36 +152,22 @@ _LOCAL = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TasksOnHosts:
     """The commands of tasks on their hosts.
 
-    Args:
+    Attributes:
         places: The place of each task.
         reach: How hosts are reached.
         exported: Names of variables that tasks get beside those of kerasdist,
             TensorFlow, Keras and Python.
         gpus: What `find_gpus` returns on each host, by its name.
-
-    Attributes:
-        places: The place of each task.
-        gpus: As given.
     """
 
-    def __init__(
-        self,
-        places: Mapping[tuple[str, int], Place],
-        reach: Reach,
-        exported: Collection[str],
-        gpus: Mapping[str, tuple[Sequence[str], str]],
-    ) -> None:
-        self.places = places
-        self.gpus = gpus
-        self._reach = reach
-        self._exported = exported
-        self._alone: set[tuple[str, int]] = set()
-        for host in {place.host for place in places.values()}:
-            there = [task for task in places if places[task].host == host]
-            self._alone.update(there[MOST_SHARED:])
+    places: Mapping[tuple[str, int], Place]
+    reach: Reach
+    exported: Collection[str]
+    gpus: Mapping[str, tuple[Sequence[str], str]]
 
     @property
     def cluster(self) -> dict[str, tuple[str, ...]]:
@@ -221,14 +207,15 @@ class TasksOnHosts:
             and (
                 name.startswith(_PREFIXES)
                 or name == "LD_PRELOAD"
-                or name in self._exported
+                or name in self.exported
                 or name in mine
             )
         }
-        alone = task in self._alone
+        there = [each for each in self.places if self.places[each].host == place.host]
+        alone = task in there[MOST_SHARED:]
         facts = {
             "host": place.host.target,
-            "reach": self._reach.command(place.host, "-I", "-S", alone=alone),
+            "reach": self.reach.command(place.host, "-I", "-S", alone=alone),
             "program": program_text(agent.__file__).decode(),
             "task": {
                 "folder": os.getcwd(),
@@ -365,7 +352,9 @@ def on_hosts(
             )
         }
         gpus = {host.name: answer["gpus"] for host, answer in found.items()}
-        yield TasksOnHosts(places, reach, options.exported, gpus)
+        yield TasksOnHosts(
+            places=places, reach=reach, exported=options.exported, gpus=gpus
+        )
 
 
 @contextlib.contextmanager
