@@ -8,7 +8,14 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from kerasdist.cli.console import Command, above_zero, json_option, option, read_by
+from kerasdist.cli.console import (
+    Command,
+    above_zero,
+    json_option,
+    options_of,
+    read_by,
+    several,
+)
 from kerasdist.cli.predict import (
     MEASURING_OPTIONS,
     measure,
@@ -43,36 +50,26 @@ examples:
   kerasdist advise -H alpha,beta,gamma train.py
   kerasdist advise --workers 8 --network 10G --devices 4 --memory 16GB train.py"""
 _integer = above_zero(int, "an integer")
-_speed = above_zero(float, "a number")
 _OPTIONS = (
-    option(
-        "--workers N",
-        "the largest number of workers, each on a host of its own (default: those "
-        "of --speeds or -H)",
-        type=_integer,
-    ),
-    option(
-        "--speeds S,S",
-        "how fast each worker computes, beside the measured one, as 1,1,0.5 "
-        "(default: alike, with -H measured)",
-        type=lambda text: tuple(_speed(part) for part in text.split(",") if part),
-        default=(),
-    ),
-    option(
-        "--devices N",
-        "devices of a worker, if the model doesn't fit on one (default: 1)",
-        type=_integer,
-        default=1,
-    ),
-    option(
-        "--memory SIZE",
-        "of a device, as 16GB (default: enough)",
-        type=read_by(parse_bytes),
-    ),
-    option(
-        "--lossy",
-        "also propose what changes the numbers of one process",
-        action="store_true",
+    *options_of(
+        """
+--workers N
+    the largest number of workers, each on a host of its own (default: those of --speeds
+    or -H)
+--speeds S,S
+    how fast each worker computes, beside the measured one, as 1,1,0.5 (default: alike,
+    with -H measured)
+--devices N
+    devices of a worker, if the model doesn't fit on one (default: 1)
+--memory SIZE
+    of a device, as 16GB (default: enough)
+--lossy
+    also propose what changes the numbers of one process
+""",
+        workers={"type": _integer},
+        speeds={"type": several(above_zero(float, "a number")), "default": ()},
+        devices={"type": _integer, "default": 1},
+        memory={"type": read_by(parse_bytes)},
     ),
     json_option("the text"),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from kerasdist.cli.console import Command, option
+from kerasdist.cli.console import Command, options_of
 from kerasdist.cli.run import command as run
 
 _DESCRIPTION = """\
@@ -18,13 +18,13 @@ examples:
   kerasdist bench train.py
   kerasdist bench -n 4 --steps 500 train.py --batch-size 256"""
 
-_OPTIONS = (
-    option(
-        "--steps S",
-        "number of steps to take, fewer if `fit` has fewer; with asynchronous "
-        "workers, whose numbers of steps differ, it's one epoch (default: 200)",
-        default="200",
-    ),
+_OPTIONS = options_of(
+    """
+--steps S
+    number of steps to take, fewer if `fit` has fewer; with asynchronous workers, whose
+    numbers of steps differ, it's one epoch (default: 200)
+""",
+    steps={"default": "200"},
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from kerasdist.cli.console import WITH_SCRIPT, Command, names_of, option
+from kerasdist.cli.console import WITH_SCRIPT, Command, names_of, options_of
 
 SHELLS = ("bash", "zsh", "fish")
 # Also run by zsh, as bash would. Without a reply the shell completes names of files.
@@ -153,7 +153,7 @@ def _complete(arguments: argparse.Namespace) -> int:
 COMMAND = Command(
     name="completion",
     handler=_complete,
-    options=(option("shell", "the shell", choices=SHELLS),),
+    options=options_of("shell", shell={"choices": SHELLS}),
     help="print a script by which a shell completes kerasdist's words",
     description="Print a script by which bash, zsh or fish completes commands, options "
     "and their values.",

@@ -116,22 +116,40 @@ WITH_SCRIPT = ("run", "bench", "predict", "advise")
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
-def option(names: str, text: str, **settings: Any) -> Option:
-    """Return an option of these names; a word for its value may follow them.
+def options_of(text: str, **settings: dict[str, Any]) -> tuple[Option, ...]:
+    """Return the options that a text describes, as a command's help does.
 
-    A single word without dashes is the name of an argument, which is no option.
+    Args:
+        text: Of each option a line with its names, perhaps with a word for its value,
+            and indented lines about it. One without a word or choices is a switch. A
+            name without dashes is that of an argument, which is no option.
+        settings: Further arguments of `add_argument`, by the option's first name, with
+            `_` for each dash inside of it.
     """
-    words = names.split()
-    if words[1:] and not words[-1].startswith("-"):
-        settings["metavar"] = words.pop()
-    return tuple(words), {**settings, "help": text}
+    found: dict[str, list[str]] = {}
+    for line in filter(None, text.strip().splitlines()):
+        if line.startswith(" "):
+            found[list(found)[-1]].append(line.strip())
+        else:
+            found[line] = []
+    options = []
+    for line, about in found.items():
+        words = line.split()
+        given = settings.pop(words[0].lstrip("-").replace("-", "_"), {})
+        if words[1:] and not words[-1].startswith("-"):
+            given = {"metavar": words.pop(), **given}
+        elif words[0].startswith("-") and "choices" not in given:
+            given = {"action": "store_true", **given}
+        options.append((tuple(words), {**given, "help": " ".join(about) or None}))
+    if settings:
+        raise ValueError(f"There are no such options. Received: {sorted(settings)}.")
+    return tuple(options)
 
 
 def json_option(text: str) -> Option:
     """Return the option that replaces a command's output by a JSON document."""
-    return option(
-        "--json", f"print one JSON document instead of {text}", action="store_true"
-    )
+    about = f"print one JSON document instead of {text}"
+    return ("--json",), {"action": "store_true", "help": about}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,6 +213,11 @@ def read_by(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return value_of
+
+
+def several(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Return the type of an option whose value has several parts, with commas."""
+    return lambda text: tuple(read(part) for part in text.split(",") if part)
 
 
 def above_zero(read: Callable[[str], float], what: str) -> Callable[[str], Any]:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from kerasdist._version import TESTED_VERSIONS, __version__
 from kerasdist.cli import env
-from kerasdist.cli.console import Command, above_zero, json_option, option
+from kerasdist.cli.console import Command, above_zero, json_option, options_of
 from kerasdist.cli.run import options as run_options
 from kerasdist.cli.run.hosts import places
 from kerasdist.cli.run.hosts.probe import PACKAGES, facts, version_of
@@ -84,16 +84,16 @@ _ok = functools.partial(Finding, "ok")
 _warn = functools.partial(Finding, "warn")
 _fault = functools.partial(Finding, "fault")
 _OPTIONS = (
-    option(
-        "--timeout S",
-        "seconds to try to reach the peers, and for a host those of other hosts "
-        "(default: 5)",
-        type=above_zero(float, "a number of seconds"),
-        default=5.0,
+    *options_of(
+        """
+--timeout S
+    seconds to try to reach the peers, and for a host those of other hosts (default: 5)
+""",
+        timeout={"type": above_zero(float, "a number of seconds"), "default": 5.0},
     ),
     json_option("text"),
-    *(*run_options.HOSTS, *run_options.NODES),
-    run_options.start_timeout(_START_SECONDS),
+    *run_options.HOSTS,
+    *run_options.node_options(_START_SECONDS),
 )
 
 

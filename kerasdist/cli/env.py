@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 
 from kerasdist._version import __version__
-from kerasdist.cli.console import Command, json_option, option
+from kerasdist.cli.console import Command, json_option, options_of
 from kerasdist.cli.run.hosts.probe import PACKAGES, version_of
 from kerasdist.cluster import resolve
 from kerasdist.errors import ClusterError
@@ -371,11 +371,10 @@ def gpus(
 
 
 _OPTIONS = (
-    option(
-        "--no-tensorflow",
-        "don't import TensorFlow, which takes seconds, to list its devices",
-        action="store_true",
-    ),
+    *options_of("""
+--no-tensorflow
+    don't import TensorFlow, which takes seconds, to list its devices
+"""),
     json_option("text"),
 )
 _TENSORFLOW_SECONDS = 60.0

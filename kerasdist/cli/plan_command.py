@@ -11,7 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kerasdist.cli.console import Command, above_zero, json_option, option, read_by
+from kerasdist.cli.console import (
+    Command,
+    above_zero,
+    json_option,
+    options_of,
+    read_by,
+    several,
+)
 from kerasdist.errors import PlanError
 from kerasdist.placement.plan import Plan, parse_bytes
 
@@ -86,44 +93,34 @@ examples:
   kerasdist plan train.py:build_model --devices GPU:0,GPU:1 --memory 16GB \\
       --batch-size 256 --optimizer adam --micro-batches 8"""
 _OPTIONS = (
-    option(
-        "model",
-        "a function without arguments that returns the model: of a script, or of "
-        "a module (package.module:function)",
-        metavar="script.py:function",
-    ),
-    option(
-        "--devices D,D",
-        "names as in TensorFlow, in the order of the stages; devices of another "
-        "machine need --memory (default: all GPUs, or all CPUs)",
-        type=lambda text: [name for name in text.split(",") if name],
-    ),
-    option("--batch-size N", "rows of a batch", type=_number, required=True),
-    option(
-        "--optimizer NAME",
-        "as in `model.compile` (default: that which the model was compiled with)",
-    ),
-    option(
-        "--memory SIZE",
-        "of each device, as 16GB or 512MiB; or one for each, as 16GB,8GB "
-        "(default: what the devices report)",
-        type=read_by(_sizes),
-    ),
-    option(
-        "--micro-batches M",
-        "parts into which a batch is cut (default: 1)",
-        type=_number,
-        default=1,
-    ),
-    option(
-        "--rematerialize",
-        "activations are computed again in the backward pass",
-        action="store_true",
-    ),
-    option(
-        "--input-shape N,N",
-        "of one row, for a model that doesn't define it itself",
-        type=lambda text: tuple(_number(part) for part in text.split(",") if part),
+    *options_of(
+        """
+model
+    a function without arguments that returns the model: of a script, or of a module
+    (package.module:function)
+--devices D,D
+    names as in TensorFlow, in the order of the stages; devices of another machine need
+    --memory (default: all GPUs, or all CPUs)
+--batch-size N
+    rows of a batch
+--optimizer NAME
+    as in `model.compile` (default: that which the model was compiled with)
+--memory SIZE
+    of each device, as 16GB or 512MiB; or one for each, as 16GB,8GB (default: what the
+    devices report)
+--micro-batches M
+    parts into which a batch is cut (default: 1)
+--rematerialize
+    activations are computed again in the backward pass
+--input-shape N,N
+    of one row, for a model that doesn't define it itself
+""",
+        model={"metavar": "script.py:function"},
+        devices={"type": several(str)},
+        batch_size={"type": _number, "required": True},
+        memory={"type": read_by(_sizes)},
+        micro_batches={"type": _number, "default": 1},
+        input_shape={"type": several(_number)},
     ),
     json_option("the tables, with sizes in bytes"),
 )

@@ -15,9 +15,10 @@ from kerasdist.cli.console import (
     Command,
     above_zero,
     json_option,
-    option,
+    options_of,
     output_to,
     read_by,
+    several,
 )
 from kerasdist.cli.run import command as run
 from kerasdist.prediction import report
@@ -38,72 +39,52 @@ examples:
   kerasdist predict -H alpha,beta --workers 8,64 train.py     # measures the network
   kerasdist predict --workers 8 --network 1G --compression powersgd train.py"""
 _integer = above_zero(int, "an integer")
+_count = {"type": _integer, "default": 1}
 _OPTIONS = (
-    option(
-        "--workers N,N",
-        "numbers of workers (default: 2,4,8,16)",
-        type=lambda text: [_integer(part) for part in text.split(",") if part],
-        default=[2, 4, 8, 16],
-    ),
-    option(
-        "--per-host N", "workers of each host (default: 1)", type=_integer, default=1
-    ),
-    option(
-        "--strategy",
-        "sync and async are those of parameter servers (default: ring)",
-        choices=("ring", "sync", "async"),
-        default="ring",
-    ),
-    option(
-        "--local-steps N",
-        "as that argument of RingStrategy (default: 1)",
-        type=_integer,
-        default=1,
-    ),
-    option(
-        "--compression",
-        "as that argument of RingStrategy (default: the script's)",
-        choices=_COMPRESSORS,
-        default="",
-    ),
-    option(
-        "--price P",
-        "of a worker's hour: adds the cost of an epoch",
-        type=above_zero(float, "a number"),
-    ),
-    option(
-        "--plot FILE",
-        "draw examples/s and ms per step into this file, for instance .svg",
-        type=Path,
+    *options_of(
+        """
+--workers N,N
+    numbers of workers (default: 2,4,8,16)
+--per-host N
+    workers of each host (default: 1)
+--strategy
+    sync and async are those of parameter servers (default: ring)
+--local-steps N
+    as that argument of RingStrategy (default: 1)
+--compression
+    as that argument of RingStrategy (default: the script's)
+--price P
+    of a worker's hour: adds the cost of an epoch
+--plot FILE
+    draw examples/s and ms per step into this file, for instance .svg
+""",
+        workers={"type": several(_integer), "default": (2, 4, 8, 16)},
+        per_host=_count,
+        strategy={"choices": ("ring", "sync", "async"), "default": "ring"},
+        local_steps=_count,
+        compression={"choices": _COMPRESSORS, "default": ""},
+        price={"type": above_zero(float, "a number")},
+        plot={"type": Path},
     ),
     json_option("the table, in seconds"),
 )
 # Of a measured step and simulated machines.
-MEASURING_OPTIONS = (
-    option(
-        "--network LINK",
-        "bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or "
-        "loopback (default: the measured one, with -H)",
-        type=read_by(parse_link),
-    ),
-    option(
-        "--servers N",
-        "parameter servers, each on a host of its own (default: 1)",
-        dest="simulated_servers",
-        type=_integer,
-        default=1,
-    ),
-    option(
-        "--steps S",
-        "number of steps to measure, fewer if `fit` has fewer (default: 100)",
-        type=_integer,
-        default=100,
-    ),
-    option(
-        "--profile FILE",
-        "JSON with the measured step: written, or with no script read",
-        type=Path,
-    ),
+MEASURING_OPTIONS = options_of(
+    """
+--network LINK
+    bits per second between hosts, as 10G, or with a latency, as 1G,2ms; or loopback
+    (default: the measured one, with -H)
+--servers N
+    parameter servers, each on a host of its own (default: 1)
+--steps S
+    number of steps to measure, fewer if `fit` has fewer (default: 100)
+--profile FILE
+    JSON with the measured step: written, or with no script read
+""",
+    network={"type": read_by(parse_link)},
+    servers={"dest": "simulated_servers", **_count},
+    steps={"type": _integer, "default": 100},
+    profile={"type": Path},
 )
 
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from kerasdist.cli.console import Option, option
+from kerasdist.cli.console import Option, options_of
 from kerasdist.cli.env import ALLOCATORS
 from kerasdist.cluster.address import address_fault
 from kerasdist.cluster.tf_config import grace_seconds
@@ -22,139 +22,99 @@ from kerasdist.errors import ClusterError
 # Seconds that launchers wait for those of other hosts.
 _SECONDS = 600
 
-_JOB = (
-    option(
-        "-n -np --nproc-per-node --nproc_per_node N",
-        "number of workers on this machine, or on all hosts of -H (default there: "
-        "as many as they have room for)",
-        dest="size",
-    ),
-    option(
-        "--ps M",
-        "number of parameter servers, which run the same script (default: 0)",
-        dest="servers",
-        default="0",
-    ),
-    option(
-        "--log-dir D",
-        "folder for the output of ranks 1 to N-1, rank-1.log and so on, and of "
-        "servers, ps-0.log and so on (default: a temporary one, which is removed if "
-        "the job succeeds)",
-    ),
-    option(
-        "--output",
-        "'chief': the output of rank 0 passes through, that of the others is "
-        "written to the logs. 'all': that of the others is shown as well, each line "
-        "with its rank in front, or 'ps' and the server's index (default: chief)",
-        choices=("chief", "all"),
-        default="chief",
-    ),
-    option(
-        "--bind",
-        "'cores': each worker gets its share of the cores, and TensorFlow as "
-        "many threads (default: none)",
-        choices=("none", "cores"),
-        default="none",
-    ),
-    option(
-        "--malloc none|auto|LIB",
-        "an allocator for the workers, loaded before the C library's: 'auto' "
-        f"takes the first installed one of {', '.join(ALLOCATORS)}; or the path of a "
-        "shared library (default: none)",
-        default="none",
-    ),
-    option(
-        "--tensorflow-log",
-        "show what TensorFlow writes when it is imported (default: only if "
-        "TF_CPP_MIN_LOG_LEVEL is 0)",
-        action="store_true",
-    ),
-    option(
-        "--gpus auto|N|all|none",
-        "the GPUs of each worker: 'auto': its share of those of its host; N: this "
-        "many of them; 'all': each worker sees all of them; 'none': none. Servers have "
-        "none, unless 'all' is given (default: auto)",
-        default="auto",
-    ),
+_JOB = options_of(
+    f"""
+-n -np --nproc-per-node --nproc_per_node N
+    number of workers on this machine, or on all hosts of -H (default there: as many as
+    they have room for)
+--ps M
+    number of parameter servers, which run the same script (default: 0)
+--log-dir D
+    folder for the output of ranks 1 to N-1, rank-1.log and so on, and of servers,
+    ps-0.log and so on (default: a temporary one, which is removed if the job succeeds)
+--output
+    'chief': the output of rank 0 passes through, that of the others is written to the
+    logs. 'all': that of the others is shown as well, each line with its rank in front,
+    or 'ps' and the server's index (default: chief)
+--bind
+    'cores': each worker gets its share of the cores, and TensorFlow as many threads
+    (default: none)
+--malloc none|auto|LIB
+    an allocator for the workers, loaded before the C library's: 'auto' takes the first
+    installed one of {", ".join(ALLOCATORS)}; or the path of a shared library (default:
+    none)
+--tensorflow-log
+    show what TensorFlow writes when it is imported (default: only if
+    TF_CPP_MIN_LOG_LEVEL is 0)
+--gpus auto|N|all|none
+    the GPUs of each worker: 'auto': its share of those of its host; N: this many of
+    them; 'all': each worker sees all of them; 'none': none. Servers have none, unless
+    'all' is given (default: auto)
+""",
+    n={"dest": "size"},
+    ps={"dest": "servers", "default": "0"},
+    output={"choices": ("chief", "all"), "default": "chief"},
+    bind={"choices": ("none", "cores"), "default": "none"},
+    malloc={"default": "none"},
+    gpus={"default": "auto"},
 )
-_ELASTIC = (
-    option(
-        "--elastic",
-        "a worker that is lost doesn't end the job: the others go on, and the "
-        "exit code is 0 if one of them finishes",
-        action="store_true",
-    ),
-    option(
-        "--min-workers M",
-        "with --elastic: the smallest number of workers that go on (default: 1)",
-    ),
-    option(
-        "--max-workers M",
-        "with --elastic: the number of workers to which the job may grow; SIGUSR1 "
-        "to the launcher adds one (default: N)",
-    ),
-    option(
-        "--restarts R",
-        "with --elastic: how many times lost workers are started again, all of "
-        "them together; the first time after 1 s, then 2 s, 4 s and so on (default: "
-        "0). A worker that was sent SIGTERM isn't started again",
-    ),
-)
-HOSTS = (
-    option(
-        "-H --hosts HOST[:SLOTS],...",
-        "hosts that ssh reaches without a password, each with its number of "
-        "workers (default of SLOTS: 1)",
-    ),
-    option("--hostfile FILE", "a file with a host in each line, as `host slots=2`"),
-    option(
-        "--ssh COMMAND",
-        "with hosts: the command that connects, with its options (default: ssh)",
-    ),
-    option(
-        "--python PATH",
-        "with hosts: the path of Python there (default: that of this one)",
-    ),
-    option(
-        "-x NAME[=VALUE]",
-        "with hosts: a variable for the workers. Those of kerasdist, TensorFlow, "
-        "Keras and Python (KERASDIST_*, TF_*, KERAS_*, PYTHON* and the like) are "
-        "passed on without it",
-        dest="exported",
-        action="append",
-        default=[],
-    ),
-)
-NODES = (
-    option(
-        "--nnodes K",
-        "number of hosts, on each of which this command is started, with the same "
-        "--rendezvous and secret, in any order",
-    ),
-    option(
-        "--node-rank --node_rank I",
-        "with --nnodes: the number of this host, from 0 on, which orders the "
-        "workers (default: the host of --rendezvous is 0, the others as they arrive)",
-    ),
-    option(
-        "--rendezvous --rdzv-endpoint --rdzv_endpoint HOST:PORT",
-        "with --nnodes: a free port of host 0, which all hosts reach",
-    ),
-    option(
-        "--secret-file FILE",
-        "a file with the job's secret, the same on all hosts, in the place of the "
-        "variable KERASDIST_SECRET",
-    ),
+_ELASTIC = options_of("""
+--elastic
+    a worker that is lost doesn't end the job: the others go on, and the exit code is 0
+    if one of them finishes
+--min-workers M
+    with --elastic: the smallest number of workers that go on (default: 1)
+--max-workers M
+    with --elastic: the number of workers to which the job may grow; SIGUSR1 to the
+    launcher adds one (default: N)
+--restarts R
+    with --elastic: how many times lost workers are started again, all of them together;
+    the first time after 1 s, then 2 s, 4 s and so on (default: 0). A worker that was
+    sent SIGTERM isn't started again
+""")
+HOSTS = options_of(
+    """
+-H --hosts HOST[:SLOTS],...
+    hosts that ssh reaches without a password, each with its number of workers (default
+    of SLOTS: 1)
+--hostfile FILE
+    a file with a host in each line, as `host slots=2`
+--ssh COMMAND
+    with hosts: the command that connects, with its options (default: ssh)
+--python PATH
+    with hosts: the path of Python there (default: that of this one)
+-x NAME[=VALUE]
+    with hosts: a variable for the workers. Those of kerasdist, TensorFlow, Keras and
+    Python (KERASDIST_*, TF_*, KERAS_*, PYTHON* and the like) are passed on without it
+""",
+    x={"dest": "exported", "action": "append", "default": []},
 )
 
 
-def start_timeout(seconds: int) -> Option:
-    """Return the option of `NODES` whose default differs by the command."""
-    text = f"with --nnodes: seconds to wait for other hosts (default: {seconds})"
-    return option("--start-timeout S", text)
+def node_options(seconds: int) -> tuple[Option, ...]:
+    """Return the options for jobs whose hosts have a launcher each.
+
+    Args:
+        seconds: How long the command waits for other hosts by default.
+    """
+    return options_of(f"""
+--nnodes K
+    number of hosts, on each of which this command is started, with the same
+    --rendezvous and secret, in any order
+--node-rank --node_rank I
+    with --nnodes: the number of this host, from 0 on, which orders the workers
+    (default: the host of --rendezvous is 0, the others as they arrive)
+--rendezvous --rdzv-endpoint --rdzv_endpoint HOST:PORT
+    with --nnodes: a free port of host 0, which all hosts reach
+--secret-file FILE
+    a file with the job's secret, the same on all hosts, in the place of the variable
+    KERASDIST_SECRET
+--start-timeout S
+    with --nnodes: seconds to wait for other hosts (default: {seconds})
+""")
 
 
-ALL_OPTIONS = (*_JOB, *_ELASTIC, *HOSTS, *NODES, start_timeout(_SECONDS))
+ALL_OPTIONS = (*_JOB, *_ELASTIC, *HOSTS, *node_options(_SECONDS))
 
 
 def read_number(option: str, text: str, least: int, faults: list[str]) -> int:
