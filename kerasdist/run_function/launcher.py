@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import dataclasses
+import functools
 import importlib
 import io
 import json
@@ -311,7 +312,7 @@ def launch(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, _interrupts() as interrupt, contextlib.ExitStack() as undo:
         descriptors = (call, theirs.fileno())
-        streams = _Streams()
+        streams = (sys.stdout, sys.stderr)
         process = subprocess.Popen(
             [
                 # Nothing of the working folder is imported.
@@ -320,8 +321,8 @@ def launch(
                 *options,
             ],
             stdin=subprocess.DEVNULL,
-            stdout=streams.target(sys.stdout, sys.__stdout__, 1),
-            stderr=streams.target(sys.stderr, sys.__stderr__, 2),
+            stdout=_target(sys.stdout, sys.__stdout__, 1),
+            stderr=_target(sys.stderr, sys.__stderr__, 2),
             bufsize=0,
             env={
                 **_importing(environ),
@@ -334,7 +335,7 @@ def launch(
         undo.enter_context(_ended(process))
         interrupt(process)
         theirs.close()
-        streams.follow(process, ours, outcome)
+        _follow(process, streams, ours, outcome)
         outcome.code = process.wait(_END)
 
 
@@ -404,75 +405,68 @@ def _interrupts() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
         before(*received[0])
 
 
-class _Streams:
-    """Writes the launcher's output to `sys.stdout` and `sys.stderr`.
+# The launcher's output, written to `sys.stdout` and `sys.stderr`. In a script the
+# launcher writes by itself to the same terminal or file. In a notebook, where output
+# belongs to a cell, it writes to a pipe.
 
-    In a script the launcher writes by itself to the same terminal or file. In a
-    notebook, where output belongs to a cell, it writes to a pipe.
+
+def _target(stream: TextIO | None, original: TextIO | None, descriptor: int) -> Any:
+    """Return what `Popen` needs for a stream.
+
+    Args:
+        stream: Where it is to be written.
+        original: What the stream was when the interpreter started.
+        descriptor: The stream's descriptor then.
     """
+    if stream is None:
+        return subprocess.DEVNULL
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        stream.flush()
+        if stream is original and stream.fileno() == descriptor:
+            return None
+    return subprocess.PIPE
 
-    def __init__(self) -> None:
-        self._streams: dict[int, TextIO] = {}
 
-    def target(
-        self, stream: TextIO | None, original: TextIO | None, descriptor: int
-    ) -> int | None:
-        """Return what `Popen` needs for a stream.
+def _follow(
+    process: subprocess.Popen[bytes],
+    streams: Sequence[TextIO],
+    sock: socket.socket,
+    outcome: Outcome,
+) -> None:
+    """Copy output and take messages until the launcher has ended."""
+    until: float | None = None
+    with selectors.DefaultSelector() as selector:
+        read = functools.partial(_receive, sock, outcome)
+        selector.register(sock, selectors.EVENT_READ, read)
+        for pipe, stream in zip((process.stdout, process.stderr), streams, strict=True):
+            if pipe is not None:
+                decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+                read = functools.partial(_copy, pipe.fileno(), stream, decoder)
+                selector.register(pipe, selectors.EVENT_READ, read)
+        while selector.get_map():
+            for key, _ in selector.select(0.5):
+                if not key.data():
+                    selector.unregister(key.fileobj)
+            if process.poll() is not None:
+                # A process that has escaped may hold a pipe.
+                until = until or time.monotonic() + _OUTPUT
+                if time.monotonic() > until:
+                    return
 
-        Args:
-            stream: Where it is to be written.
-            original: What the stream was when the interpreter started.
-            descriptor: The stream's descriptor then.
-        """
-        if stream is None:
-            return subprocess.DEVNULL
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-            if stream is original and stream.fileno() == descriptor:
-                return None
-        self._streams[descriptor] = stream
-        return subprocess.PIPE
 
-    def follow(
-        self, process: subprocess.Popen[bytes], sock: socket.socket, outcome: Outcome
-    ) -> None:
-        """Copy output and take messages until the launcher has ended."""
-        pipes = {1: process.stdout, 2: process.stderr}
-        new_decoder = codecs.getincrementaldecoder("utf-8")
-        until: float | None = None
-        with selectors.DefaultSelector() as selector:
-            selector.register(sock, selectors.EVENT_READ)
-            for descriptor, stream in self._streams.items():
-                decoder = new_decoder(errors="replace")
-                selector.register(
-                    pipes[descriptor] or 0, selectors.EVENT_READ, (stream, decoder)
-                )
-            while selector.get_map():
-                for key, _ in selector.select(0.5):
-                    if key.data is None:
-                        goes_on = self._receive(sock, outcome)
-                    else:
-                        goes_on = self._copy(key.fd, *key.data)
-                    if not goes_on:
-                        selector.unregister(key.fileobj)
-                if process.poll() is not None:
-                    # A process that has escaped may hold a pipe.
-                    until = until or time.monotonic() + _OUTPUT
-                    if time.monotonic() > until:
-                        return
+def _receive(sock: socket.socket, outcome: Outcome) -> bool:
+    """Take a message; return whether there was one."""
+    data, descriptors, _, _ = socket.recv_fds(sock, _MOST, 1)
+    if data:
+        outcome.take(json.loads(data), descriptors)
+    return bool(data)
 
-    @staticmethod
-    def _receive(sock: socket.socket, outcome: Outcome) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(sock, _MOST, 1)
-        if data:
-            outcome.take(json.loads(data), descriptors)
-        return bool(data)
 
-    @staticmethod
-    def _copy(descriptor: int, stream: TextIO, decoder: Any) -> bool:
-        data = os.read(descriptor, _MOST)
-        text = decoder.decode(data, final=not data)
-        if text:
-            stream.write(text)
-            stream.flush()
-        return bool(data)
+def _copy(descriptor: int, stream: TextIO, decoder: codecs.IncrementalDecoder) -> bool:
+    """Write what a pipe has to a stream; return whether there was anything."""
+    data = os.read(descriptor, _MOST)
+    text = decoder.decode(data, final=not data)
+    if text:
+        stream.write(text)
+        stream.flush()
+    return bool(data)

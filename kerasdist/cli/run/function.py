@@ -15,7 +15,7 @@ import signal
 import sys
 
 from kerasdist.cli import main
-from kerasdist.cli.run.processes import ENDING_SIGNALS
+from kerasdist.cli.run.job_spec import ENDING_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,14 +9,15 @@ import itertools
 import json
 import logging
 import os
+import signal
 import socket
 import stat
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kerasdist.cli.console import print_line
-from kerasdist.cli.run.hosts.places import TasksOnHosts
+from kerasdist.cli.run.hosts.places import TaskProcess, TasksOnHosts
 from kerasdist.cli.run.hosts.probe import GPU_VARIABLE
 from kerasdist.cli.run.nodes import LocalPart
 from kerasdist.cli.run.options import ElasticOptions
@@ -95,6 +96,11 @@ def cores_in_order(read: Callable[[str], str] | None = None) -> list[int]:
     read_text = read or (lambda path: Path(path).read_text(encoding="ascii"))
     return sorted(os.sched_getaffinity(0), key=place)
 
+
+# The signals with which a job is ended from outside, beside SIGKILL.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# The signal with which a worker is added to an elastic job.
+GROW_SIGNAL = signal.SIGUSR1
 
 # The files of a job that runs a function: its call, and the result of each task.
 
@@ -286,38 +292,6 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskProcess:
-    """One process of a job.
-
-    Attributes:
-        kind: "worker" or "ps", as `TF_CONFIG` has it.
-        index: Index among those; of a worker its rank.
-    """
-
-    kind: str
-    index: int
-
-    def __str__(self) -> str:
-        """Return its name in messages: `rank 1` or `server 0`."""
-        return f"{'server' if self.is_server else 'rank'} {self.index}"
-
-    @property
-    def is_server(self) -> bool:
-        """Whether it's a parameter server."""
-        return self.kind == "ps"
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether it's rank 0, which has the terminal."""
-        return self.kind == "worker" and self.index == 0
-
-    @property
-    def tag(self) -> str:
-        """The tag of its lines: `1` or `ps 0`."""
-        return f"ps {self.index}" if self.is_server else f"{self.index}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec:
     """A job to run; everything is checked.
 
@@ -378,19 +352,11 @@ class JobSpec:
         """Whether workers may be added to the job."""
         return self.elastic is not None and self.elastic.grows
 
-    def listen(self, task: TaskProcess) -> contextlib.AbstractContextManager[Any]:
-        """Listen at a task's port; see `LocalPart.listen`."""
-        return self.part.listen(task.kind, task.index)
-
-    def address(self, task: TaskProcess) -> str:
-        """Return the address of a task, `"host:port"`."""
-        return self.part.cluster[task.kind][task.index]
-
     def host_of(self, task: TaskProcess) -> str:
         """Return the name of a task's host; empty for this one, if all are on it."""
         if self.hosts is None:
             return ""
-        return self.hosts.places[task.kind, task.index].host.name
+        return self.hosts.places[task].host.name
 
     def place_variables(self, task: TaskProcess) -> dict[str, str]:
         """Return a task's variables: its rank, that on its host, and its GPUs.

@@ -23,7 +23,7 @@ from typing import Any
 
 from kerasdist.cli.console import print_line
 from kerasdist.cli.run.hosts import probe
-from kerasdist.cli.run.hosts.places import is_here
+from kerasdist.cli.run.hosts.places import TaskProcess, is_here
 from kerasdist.cli.run.options import Host, NodeOptions
 from kerasdist.cluster.address import address_fault, split_address
 from kerasdist.errors import AuthenticationError, ClusterError, ProtocolError
@@ -101,7 +101,11 @@ class LocalPart(LauncherRoster):
 
     bound: Mapping[str, Sequence[socket.socket]] = field(default_factory=dict)
 
-    def listen(self, kind: str, index: int) -> contextlib.AbstractContextManager[Any]:
+    def address(self, task: TaskProcess) -> str:
+        """Return the address of a task, `"host:port"`."""
+        return self.cluster[task.kind][task.index]
+
+    def listen(self, task: TaskProcess) -> contextlib.AbstractContextManager[Any]:
         """Return a socket that listens at the port of one of this launcher's tasks.
 
         It's a second one at this address: the first keeps the port for a task that is
@@ -115,7 +119,7 @@ class LocalPart(LauncherRoster):
         """
         if not self.bound:
             return contextlib.nullcontext()
-        kept = self.bound[kind][index - self.first[kind]]
+        kept = self.bound[task.kind][task.index - self.first[task.kind]]
         with contextlib.ExitStack() as undo:
             sock = undo.enter_context(socket.socket(kept.family))
             # A task that was lost can be started again at this address, though its

@@ -51,9 +51,9 @@ import time
 from collections.abc import Sequence
 
 from kerasdist.cli.console import print_line, print_line_soon
-from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
+from kerasdist.cli.run.hosts.places import TaskProcess
+from kerasdist.cli.run.job_spec import ENDING_SIGNALS, JobSpec
 from kerasdist.cli.run.output import JobOutput, Started, end_of, last_traceback
-from kerasdist.cli.run.processes import ENDING_SIGNALS
 from kerasdist.transport.liveness.failure_protocol import EndedTaskList
 from kerasdist.transport.liveness.launcher_pipe import (
     LauncherPipe,
@@ -380,7 +380,7 @@ class JobOutcome:
         if is_server:
             left = [each for each in self.tasks if each.task.is_server]
             left = [e for e in left if e.code is None and not e.ended_by_us]
-        line = f"{task.task} ({self._job.address(task.task)}) "
+        line = f"{task.task} ({self._job.part.address(task.task)}) "
         line += in_words(task.code or 0)
         final = None if is_server else task.final_error
         if final is not None and final.consequence:
@@ -445,7 +445,7 @@ class JobOutcome:
             print_line_soon("no worker is added: the job is ending")
         elif len(started) < most:
             found = TaskProcess(kind="worker", index=len(started))
-            line = f"{found} ({self._job.address(found)}) is added"
+            line = f"{found} ({self._job.part.address(found)}) is added"
             print_line_soon(f"{line}: {len(started) + 1} of {most} workers")
             return found
         elif lost:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from kerasdist.cli.run.hosts.agent import open_terminal
-from kerasdist.cli.run.job_spec import JobSpec, TaskProcess
+from kerasdist.cli.run.hosts.places import TaskProcess
+from kerasdist.cli.run.job_spec import JobSpec
 from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import stderr_environ
 

@@ -22,6 +22,7 @@ launcher hits it. All others have sessions of their own and no terminal.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import logging
@@ -33,33 +34,110 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run import bootstrap
-from kerasdist.cli.run.hosts.agent import below, signal_all
+from kerasdist.cli.run.hosts.agent import below, signal_all, state_of
+from kerasdist.cli.run.hosts.places import TaskProcess
 from kerasdist.cli.run.job_spec import (
+    ENDING_SIGNALS,
+    GROW_SIGNAL,
     RANK_VARIABLES,
     FunctionFiles,
     JobSpec,
-    TaskProcess,
     thread_variables,
 )
 from kerasdist.cli.run.outcome import JobOutcome, in_words
 from kerasdist.cli.run.output import JobOutput, OutputPump, Started, open_log, window_of
-from kerasdist.cli.run.processes import (
-    ENDING_SIGNALS,
-    GROW_SIGNAL,
-    adopt_orphans,
-    in_foreground,
-    is_stopped,
-    kill_all,
-    kill_left_behind,
-)
 from kerasdist.transport import log as logging_thread
 from kerasdist.transport.liveness.failure_protocol import ERROR_VARIABLE
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
+
+# The processes below one, found and ended: children, their children, and orphans.
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+@contextlib.contextmanager
+def adopt_orphans() -> Iterator[None]:
+    """Become the parent of descendants whose own parents end, inside the block.
+
+    Otherwise an orphan becomes a child of init, and its origin is unknown. So no
+    process escapes, whatever session or process group it made for itself.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    before = ctypes.c_int(0)
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process was stopped by a signal; False if it has ended.
+
+    A process that a debugger holds isn't.
+    """
+    return state_of(pid)[:1] == [b"T"]
+
+
+def kill_all(seconds: float, spare: frozenset[int] = frozenset()) -> list[int]:
+    """Send SIGKILL to everything below this process until nothing is left.
+
+    The signal is repeated, because one may fork while the others are being killed.
+    Children of this process are reaped.
+
+    Args:
+        seconds: How long to go on.
+        spare: Processes that are left alone.
+
+    Returns:
+        The ids of processes that still run; empty if there are none.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        left = [pid for pid in below(os.getpid()) if pid not in spare]
+        if not left or time.monotonic() > until:
+            return left
+        signal_all(signal.SIGKILL, spare)
+        for pid in left:
+            # Only our own children can be reaped; the others have parents or are
+            # given to us when those end.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+
+
+def kill_left_behind(pid: int, group: int | None = None) -> None:
+    """Send SIGKILL to what an ended process has left below this one.
+
+    Args:
+        pid: The ended process.
+        group: The process group that it shared with others above this process; None:
+            it had a session of its own.
+    """
+    for each in below(os.getpid()):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            own_session = group is None and os.getsid(each) == pid
+            if own_session or os.getpgid(each) == group:
+                os.kill(each, signal.SIGKILL)
+
+
+def in_foreground(group: int) -> bool:
+    """Return whether the terminal's keys send signals to this process group."""
+    with contextlib.suppress(OSError):  # there is no terminal
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+        try:
+            return os.tcgetpgrp(terminal) == group
+        finally:
+            os.close(terminal)
+    return False
+
 
 # Tasks that were stopped by a signal after all others ended.
 #
@@ -188,7 +266,7 @@ class JobSupervisor:
         # are closed then, else a dead worker's port would stay open.
         with contextlib.ExitStack() as listeners:
             for task, listener in [
-                (task, listeners.enter_context(self._job.listen(task)))
+                (task, listeners.enter_context(self._job.part.listen(task)))
                 for task in self._job.tasks
             ]:
                 self._tasks.append(self._start_task(task, listener, 0))
@@ -208,7 +286,7 @@ class JobSupervisor:
         incarnation = 0 if ended is None else ended.incarnation + 1
         task = task.task if isinstance(task, Started) else task
         try:
-            with self._job.listen(task) as listener:
+            with self._job.part.listen(task) as listener:
                 started = self._start_task(task, listener, incarnation)
         except OSError as error:
             print_line_soon(f"{failed}: {error}", logging.ERROR)
@@ -276,7 +354,7 @@ class JobSupervisor:
             shown = chief and not piped and os.isatty(1)
             window = window_of(1) if shown else None
             arguments, environ = job.hosts.command(
-                (task.kind, task.index), arguments, environ, window, own
+                task, arguments, environ, window, own
             )
         command = [
             *(sys.executable, "-I", "-S", str(bootstrap.__file__)),

@@ -55,7 +55,7 @@ def _name(descriptor: int) -> str:
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
 
 
-# The processes below one. `cli.run.processes` takes these from here, because the text
+# The processes below one. The supervisor takes these from here, because the text
 # of this file alone is sent to a host.
 
 

@@ -22,6 +22,39 @@ from kerasdist.cli.run.hosts import agent, client, probe
 from kerasdist.cli.run.options import Host, HostOptions
 from kerasdist.cluster.address import is_this_host
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskProcess:
+    """One process of a job.
+
+    Attributes:
+        kind: "worker" or "ps", as `TF_CONFIG` has it.
+        index: Index among those; of a worker its rank.
+    """
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        """Return its name in messages: `rank 1` or `server 0`."""
+        return f"{'server' if self.is_server else 'rank'} {self.index}"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it's a parameter server."""
+        return self.kind == "ps"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether it's rank 0, which has the terminal."""
+        return self.kind == "worker" and self.index == 0
+
+    @property
+    def tag(self) -> str:
+        """The tag of its lines: `1` or `ps 0`."""
+        return f"ps {self.index}" if self.is_server else f"{self.index}"
+
+
 # The commands by which a Python program runs on a host.
 
 # Programs by one connection besides the first: sshd's MaxSessions is 10 by default.
@@ -121,7 +154,7 @@ class Place:
 
 def assign(
     hosts: Sequence[Host], workers: int, servers: int
-) -> Mapping[tuple[str, int], Host]:
+) -> Mapping[TaskProcess, Host]:
     """Return the host of each task: workers by slots, then servers in turn.
 
     Args:
@@ -131,9 +164,10 @@ def assign(
     """
     slots = [host for host in hosts for _ in range(host.slots)]
     used = list(dict.fromkeys(slots[:workers]))
-    found = {("worker", rank): slots[rank] for rank in range(workers)}
+    ranks = (TaskProcess(kind="worker", index=rank) for rank in range(workers))
+    found = dict(zip(ranks, slots, strict=False))
     for index in range(servers):
-        found["ps", index] = used[index % len(used)]
+        found[TaskProcess(kind="ps", index=index)] = used[index % len(used)]
     return found
 
 
@@ -164,7 +198,7 @@ class TasksOnHosts:
         gpus: What `find_gpus` returns on each host, by its name.
     """
 
-    places: Mapping[tuple[str, int], Place]
+    places: Mapping[TaskProcess, Place]
     reach: Reach
     exported: Collection[str]
     gpus: Mapping[str, tuple[Sequence[str], str]]
@@ -173,18 +207,21 @@ class TasksOnHosts:
     def cluster(self) -> dict[str, tuple[str, ...]]:
         """The addresses of all tasks, as `TF_CONFIG` has them."""
         cluster: dict[str, tuple[str, ...]] = {}
-        for (kind, _), place in self.places.items():
-            cluster[kind] = (*cluster.get(kind, ()), place.text)
+        for task, place in self.places.items():
+            cluster[task.kind] = (*cluster.get(task.kind, ()), place.text)
         return cluster
 
     def workers_by_host(self) -> dict[str, int]:
         """Return the largest number of workers of each host, by its name."""
-        tasks = [(place.host.name, kind) for (kind, _), place in self.places.items()]
-        return {host: tasks.count((host, "worker")) for host, _ in tasks}
+        found: dict[str, int] = {}
+        for task, place in self.places.items():
+            found.setdefault(place.host.name, 0)
+            found[place.host.name] += not task.is_server
+        return found
 
     def command(
         self,
-        task: tuple[str, int],
+        task: TaskProcess,
         command: Sequence[str],
         environ: Mapping[str, str],
         window: tuple[int, int] | None,
@@ -193,7 +230,7 @@ class TasksOnHosts:
         """Return the arguments and the environment of the process on this host.
 
         Args:
-            task: Its kind and index, as `TF_CONFIG` has them.
+            task: The task.
             command: The arguments of its interpreter.
             environ: Its environment, as if it were on this host.
             window: The terminal's lines and columns, if its output is shown there.
@@ -224,7 +261,7 @@ class TasksOnHosts:
                 "family": place.family,
                 "address": place.address,
                 "window": window,
-                "errors": task == ("worker", 0),
+                "errors": task.is_chief,
             },
         }
         return [client.__file__], {**environ, "KERASDIST_REMOTE": json.dumps(facts)}
@@ -333,7 +370,7 @@ def on_hosts(
     Raises:
         HostsError: Some can't be used; all of them are named.
     """
-    tasks: dict[Host, list[tuple[str, int]]] = {}
+    tasks: dict[Host, list[TaskProcess]] = {}
     for task, host in assign(options.hosts, workers, servers).items():
         tasks.setdefault(host, []).append(task)
     counts = {host: len(some) for host, some in tasks.items()}
