@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 
-from kerasdist.cli.console import Command, options_of
+from kerasdist.cli.console import Command, must_be, options_of
 from kerasdist.cli.run import command as run
 
 _DESCRIPTION = """\
@@ -31,10 +30,8 @@ _OPTIONS = options_of(
 def _bench(arguments: argparse.Namespace) -> int:
     faults: list[str] = []
     if not (arguments.steps.isdecimal() and int(arguments.steps) >= 20):
-        faults.append(
-            "--steps must be an integer >= 20, because the first steps are slower. "
-            f"Received: --steps {shlex.quote(arguments.steps)}"
-        )
+        what = "an integer >= 20, because the first steps are slower"
+        faults.append(must_be("--steps", what, arguments.steps))
     command = run.checked_command(arguments, faults)
     return run.start_first_fit(arguments, "bench", arguments.steps, *command)
 

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -201,6 +202,19 @@ def names_of(
     """Return the names of options; perhaps only of those that a value follows."""
     some = (each for each in options if each.nargs != 0 or not with_value)
     return [name for each in some for name in each.option_strings]
+
+
+def must_be(option: str, what: str, received: object, more: str = "") -> str:
+    """Return the message about an option's value that can't be used.
+
+    Args:
+        option: The option.
+        what: What is expected.
+        received: The value.
+        more: What follows it.
+    """
+    value = shlex.quote(str(received))
+    return f"{option} must be {what}. Received: {option} {value}{more}"
 
 
 def read_by(read: Callable[[str], Any]) -> Callable[[str], Any]:

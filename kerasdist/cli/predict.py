@@ -15,6 +15,7 @@ from kerasdist.cli.console import (
     Command,
     above_zero,
     json_option,
+    must_be,
     options_of,
     output_to,
     read_by,
@@ -176,10 +177,8 @@ def read_profiles(
         names = value if value and arguments.command == "predict" else ("", *value)
         return {name: Profile.from_json(value[name]) for name in names}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        faults.append(
-            f"--profile must be a file that `kerasdist {arguments.command}` has "
-            f"written. Received: --profile {shlex.quote(str(path))}: {error}"
-        )
+        what = f"a file that `kerasdist {arguments.command}` has written"
+        faults.append(must_be("--profile", what, path, f": {error}"))
         return None
 
 
@@ -193,10 +192,7 @@ def write_profiles(path: Path | None, profiles: Mapping[str, Profile]) -> None:
 def check_folder(option: str, path: Path | None, faults: list[str]) -> None:
     """Check that the folder exists in which an option's file is to be written."""
     if path is not None and not path.absolute().parent.is_dir():
-        faults.append(
-            f"{option} must be a file in a folder that exists. Received: {option} "
-            f"{shlex.quote(str(path))}"
-        )
+        faults.append(must_be(option, "a file in a folder that exists", path))
 
 
 def measure(

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from kerasdist.cli.console import Command, print_line
+from kerasdist.cli.console import Command, must_be, print_line
 from kerasdist.cli.env import find_allocator, preloading
 from kerasdist.cli.run import options
 from kerasdist.cli.run.hosts.places import HostsError, on_hosts
@@ -207,18 +207,14 @@ def start(arguments: argparse.Namespace) -> int:
     if log_dir is not None:
         existing = next((p for p in (log_dir, *log_dir.parents) if p.exists()), log_dir)
         if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            faults.append(
-                "--log-dir must be a folder in which files can be made. Received: "
-                f"--log-dir {shlex.quote(arguments.log_dir)}"
-            )
+            what = "a folder in which files can be made"
+            faults.append(must_be("--log-dir", what, log_dir))
     malloc = arguments.malloc
     if malloc not in ("none", "auto") and not (
         os.sep in malloc and os.access(malloc, os.R_OK)
     ):
-        faults.append(
-            "--malloc must be 'none', 'auto' or the path of a shared library that can "
-            f"be read. Received: --malloc {shlex.quote(malloc)}"
-        )
+        what = "'none', 'auto' or the path of a shared library that can be read"
+        faults.append(must_be("--malloc", what, malloc))
     weak = (
         *(secret_fault(os.environ), level_fault(os.environ), format_fault(os.environ)),
         # Of tasks on other hosts each checks its own files.

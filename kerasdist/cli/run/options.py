@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from kerasdist.cli.console import Option, options_of
+from kerasdist.cli.console import Option, must_be, options_of
 from kerasdist.cli.env import ALLOCATORS
 from kerasdist.cluster.address import address_fault
 from kerasdist.cluster.tf_config import grace_seconds
@@ -124,10 +124,7 @@ def read_number(option: str, text: str, least: int, faults: list[str]) -> int:
     except ValueError:
         number = least - 1
     if number < least:
-        faults.append(
-            f"{option} must be an integer >= {least}. Received: {option} "
-            f"{shlex.quote(text)}"
-        )
+        faults.append(must_be(option, f"an integer >= {least}", text))
     return max(number, least)
 
 
@@ -147,10 +144,8 @@ def check_gpus(text: str, faults: list[str]) -> None:
     if text not in ("auto", "all", "none") and not (
         text.isdecimal() and text.isascii()
     ):
-        faults.append(
-            "--gpus must be 'auto', 'all', 'none' or a number >= 0. Received: --gpus "
-            f"{shlex.quote(text)}"
-        )
+        what = "'auto', 'all', 'none' or a number >= 0"
+        faults.append(must_be("--gpus", what, text))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,16 +204,12 @@ def read_elastic(
         return None
     least = read_number("--min-workers", given["--min-workers"] or "1", 1, faults)
     if least > size:
-        faults.append(
-            "--min-workers must be at most the number of workers. Received: "
-            f"--min-workers {least} and -n {size}"
-        )
+        what = "at most the number of workers"
+        faults.append(must_be("--min-workers", what, least, f" and -n {size}"))
     most = read_number("--max-workers", given["--max-workers"] or str(size), 1, faults)
     if most < size:
-        faults.append(
-            "--max-workers must be at least the number of workers. Received: "
-            f"--max-workers {most} and -n {size}"
-        )
+        what = "at least the number of workers"
+        faults.append(must_be("--max-workers", what, most, f" and -n {size}"))
     restarts = read_number("--restarts", given["--restarts"] or "0", 0, faults)
     grace = 0.0
     try:
@@ -290,10 +281,8 @@ def read_nodes(
     if arguments.node_rank is not None:
         rank = read_number("--node-rank", arguments.node_rank, 0, faults)
         if rank >= count:
-            faults.append(
-                "--node-rank must be less than --nnodes. Received: --node-rank "
-                f"{rank} and --nnodes {count}"
-            )
+            more = f" and --nnodes {count}"
+            faults.append(must_be("--node-rank", "less than --nnodes", rank, more))
     fault = (
         "it is missing"
         if arguments.rendezvous is None
@@ -340,10 +329,7 @@ def _read_text(option: str, path: str, faults: list[str]) -> str | None:
         with open(path, encoding="utf-8") as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        faults.append(
-            f"{option} must be a text file. Received: {option} {shlex.quote(path)}: "
-            f"{error}"
-        )
+        faults.append(must_be(option, "a text file", path, f": {error}"))
         return None
 
 
@@ -436,10 +422,8 @@ def _exported(texts: Sequence[str], faults: list[str]) -> Mapping[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or (not equals and name not in os.environ):
-            faults.append(
-                "-x must be the name of a variable that is set, or NAME=VALUE. "
-                f"Received: -x {shlex.quote(text)}"
-            )
+            what = "the name of a variable that is set, or NAME=VALUE"
+            faults.append(must_be("-x", what, text))
         else:
             exported[name] = value if equals else os.environ[name]
     return exported
