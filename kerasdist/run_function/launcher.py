@@ -2,7 +2,7 @@
 
 It is a new interpreter in a session of its own: neither Ctrl-C in a terminal nor the
 interrupt of a notebook reaches it, but from here. When this process ends, the launcher
-ends the job: see `kerasdist.cli.run.function`.
+ends the job: see `kerasdist.cli.run.job_spec`.
 """
 
 from __future__ import annotations
@@ -316,8 +316,7 @@ def launch(
         process = subprocess.Popen(
             [
                 # Nothing of the working folder is imported.
-                *(sys.executable, "-P", "-m", "kerasdist.cli.run.function"),
-                str(os.getpid()),
+                *(sys.executable, "-P", "-m", "kerasdist", "run"),
                 *options,
             ],
             stdin=subprocess.DEVNULL,

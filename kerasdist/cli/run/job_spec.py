@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import hmac
 import itertools
@@ -12,6 +13,7 @@ import os
 import signal
 import socket
 import stat
+import struct
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -106,6 +108,27 @@ GROW_SIGNAL = signal.SIGUSR1
 
 # The caller reads all the time, unless it is stopped.
 _SEND_SECONDS = 60.0
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_caller(sock: socket.socket) -> None:
+    """Let this process end the job when the caller ends, in whatever way.
+
+    Args:
+        sock: A socket that the caller has made.
+    """
+    # A notebook's server may run under `nohup`; this process isn't ended by a terminal.
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            interrupt = number == signal.SIGINT
+            default = signal.default_int_handler if interrupt else signal.SIG_DFL
+            signal.signal(number, default)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    # The kernel of a notebook is often killed.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    if os.getppid() != struct.unpack("3i", credentials)[0]:
+        raise SystemExit(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +158,7 @@ class FunctionFiles:
             os.set_inheritable(descriptor, False)
         sock = socket.socket(fileno=outcome)
         sock.settimeout(_SEND_SECONDS)
+        _end_with_caller(sock)
         return FunctionFiles(call, sock)
 
     def environ(self, result: int) -> dict[str, str]:

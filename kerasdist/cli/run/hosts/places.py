@@ -154,8 +154,8 @@ class Place:
 
 def assign(
     hosts: Sequence[Host], workers: int, servers: int
-) -> Mapping[TaskProcess, Host]:
-    """Return the host of each task: workers by slots, then servers in turn.
+) -> dict[Host, list[TaskProcess]]:
+    """Return the tasks of each host: workers by slots, then servers in turn.
 
     Args:
         hosts: The hosts; there are enough slots.
@@ -163,11 +163,12 @@ def assign(
         servers: Number of parameter servers, which need no slots.
     """
     slots = [host for host in hosts for _ in range(host.slots)]
-    used = list(dict.fromkeys(slots[:workers]))
-    ranks = (TaskProcess(kind="worker", index=rank) for rank in range(workers))
-    found = dict(zip(ranks, slots, strict=False))
-    for index in range(servers):
-        found[TaskProcess(kind="ps", index=index)] = used[index % len(used)]
+    found: dict[Host, list[TaskProcess]] = {}
+    for rank, host in enumerate(slots[:workers]):
+        found.setdefault(host, []).append(TaskProcess(kind="worker", index=rank))
+    in_turn = itertools.cycle(list(found))
+    for index, host in zip(range(servers), in_turn, strict=False):
+        found[host].append(TaskProcess(kind="ps", index=index))
     return found
 
 
@@ -207,8 +208,9 @@ class TasksOnHosts:
     def cluster(self) -> dict[str, tuple[str, ...]]:
         """The addresses of all tasks, as `TF_CONFIG` has them."""
         cluster: dict[str, tuple[str, ...]] = {}
-        for task, place in self.places.items():
-            cluster[task.kind] = (*cluster.get(task.kind, ()), place.text)
+        for task in sorted(self.places, key=lambda task: task.index):
+            addresses = cluster.get(task.kind, ())
+            cluster[task.kind] = (*addresses, self.places[task].text)
         return cluster
 
     def workers_by_host(self) -> dict[str, int]:
@@ -370,9 +372,7 @@ def on_hosts(
     Raises:
         HostsError: Some can't be used; all of them are named.
     """
-    tasks: dict[Host, list[TaskProcess]] = {}
-    for task, host in assign(options.hosts, workers, servers).items():
-        tasks.setdefault(host, []).append(task)
+    tasks = assign(options.hosts, workers, servers)
     counts = {host: len(some) for host, some in tasks.items()}
     with asking(options, counts, command, finds_gpus=finds_gpus) as (reach, probes):
         answers = {each.host: each.result() for each in probes}

@@ -49,7 +49,8 @@ def arguments(hosts, *slots, first=1):
 def test_workers_run_on_their_hosts(hosts, launcher):
     """In the same folder; the secret is on no command line; the output is as usual."""
     script = """
-    address = config["cluster"]["worker"][rank].rpartition(":")[0]
+    kind = config["task"]["type"]
+    address = config["cluster"][kind][rank].rpartition(":")[0]
     names = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout
     secret = os.environ["KERASDIST_SECRET"]
     def command(path):
@@ -58,24 +59,25 @@ def test_workers_run_on_their_hosts(hosts, launcher):
         except OSError:  # it has ended
             return ""
     shown = [p for p in Path("/proc").glob("[0-9]*/cmdline") if secret in command(p)]
-    mark(f"rank-{rank}", json.dumps([address in names, os.getcwd(), len(shown)]))
+    mark(f"{kind}-{rank}", json.dumps([address in names, os.getcwd(), len(shown)]))
     print(f"I am {rank}", os.environ.get("MINE"), flush=True)
     print("to stderr", file=sys.stderr, flush=True)
     """
     code, out, err = launcher.run(
         *arguments(hosts, 2, 1, first=0),
-        *("--ps", 1, "-x", "MINE=yes", "--output", "all", "script.py"),
+        *("--ps", 3, "-x", "MINE=yes", "--output", "all", "script.py"),
         script=script,
     )
     assert code == 0, err
+    others = ("1", "2", "ps 0", "ps 1", "ps 2")
     assert sorted(out.splitlines()) == sorted(
         ["I am 0 yes"]
-        + [f"[{each}] I am {each[-1]} yes" for each in ("1", "2", "ps 0")]
-        + [f"[{each}] to stderr" for each in ("1", "2", "ps 0")]
+        + [f"[{each}] I am {each[-1]} yes" for each in others]
+        + [f"[{each}] to stderr" for each in others]
     )
     assert "to stderr" in err
-    for rank in range(3):
-        text = (launcher.folder / f"rank-{rank}").read_text()
+    names = [f"{kind}-{index}" for kind in ("worker", "ps") for index in range(3)]
+    for text in launcher.wait_for(*names):
         assert text == f'[true, "{launcher.folder}", 0]'
 
 
