@@ -1,9 +1,9 @@
-"""The `kerasdist` command: one module for each of its commands.
+"""The `kerasdist` command: what it does stands in the modules of its commands.
 
-A command's module has `COMMAND`: see `kerasdist.cli.console.Command`. The parsed
-arguments have further attributes for its handler: `parser`, its own; `script`, the
-command line of what it runs; `commands`, all parsers; `document`, which it fills if it
-has an option `--json`, and prints only without that.
+Each of them is a `kerasdist.cli.console.Command`. The parsed arguments have further
+attributes for its handler: `parser`, its own; `script`, the command line of what it
+runs; `commands`, all parsers; `document`, which it fills if it has an option `--json`,
+and prints only without that.
 """
 
 from __future__ import annotations
@@ -18,11 +18,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kerasdist._version import __version__
-from kerasdist.cli import advise, bench, completion, doctor, env, plan_command, predict
+from kerasdist.cli import advise, completion, doctor, env, plan_command, predict
 from kerasdist.cli.console import WITH_SCRIPT, Parser, json_document, names_of
 from kerasdist.cli.run import command as run
 
 __all__ = ["main"]
+
+
+_COMMANDS = (
+    *(run.COMMAND, predict.BENCH_COMMAND, predict.COMMAND, advise.COMMAND),
+    *(doctor.COMMAND, plan_command.COMMAND, env.COMMAND, completion.COMMAND),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for module in (run, bench, predict, advise, doctor, plan_command, env, completion):
-        module.COMMAND.add_to(commands)
+    for each in _COMMANDS:
+        each.add_to(commands)
     options = list(sys.argv[1:] if argv is None else argv)
     command: list[str] = []
     if options and options[0] in WITH_SCRIPT:

@@ -32,7 +32,8 @@ def main() -> None:
         os.close(call)
         stage = "call"
         value = function()
-        stage, kind = "result", _name(type(value))
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        stage, kind = "result", name.removeprefix("builtins.")
         write_value(result, value)
     except KeyboardInterrupt:
         raise
@@ -51,10 +52,6 @@ def _descriptor(variable: str) -> int:
     # Processes that the function starts have no part in it.
     os.set_inheritable(descriptor, False)
     return descriptor
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
 def _record(descriptor: int, stage: str, error: BaseException, kind: str) -> None:
