@@ -40,7 +40,12 @@ def main() -> None:
     except BaseException as error:
         # A server ends in this way in the constructor of its strategy.
         if not (isinstance(error, SystemExit) and not error.code):
-            _record(result, stage, error, kind)
+            try:
+                write_error(result, stage, error, kind)
+            except OSError as fault:
+                # A full disk. The launcher shows the traceback.
+                text = "kerasdist: the error of the function can't be sent: %s"
+                _LOG.error(text, fault)
             _shorten_traceback()
         raise
 
@@ -52,14 +57,6 @@ def _descriptor(variable: str) -> int:
     # Processes that the function starts have no part in it.
     os.set_inheritable(descriptor, False)
     return descriptor
-
-
-def _record(descriptor: int, stage: str, error: BaseException, kind: str) -> None:
-    try:
-        write_error(descriptor, stage, error, kind)
-    except OSError as fault:
-        # A full disk. The launcher shows the traceback.
-        _LOG.error("kerasdist: the error of the function can't be sent: %s", fault)
 
 
 def _shorten_traceback() -> None:

@@ -84,13 +84,11 @@ class Reach:
     """The way to run programs on hosts.
 
     Attributes:
-        ssh: The command `ssh`, perhaps with options of the user's.
-        python: The path of Python, the same on all hosts.
+        options: The settings.
         control: The folder of the sockets by which connections to a host are shared.
     """
 
-    ssh: tuple[str, ...]
-    python: str
+    options: HostOptions
     control: Path
 
     def command(
@@ -108,10 +106,10 @@ class Reach:
             return [sys.executable, "-P", *options, "-c", _BOOT]
         shared = f"ControlPath={'none' if alone else f'{self.control}/%C'}"
         return [
-            *(*self.ssh, *_OPTIONS),
+            *(*self.options.ssh, *_OPTIONS),
             *("-o", f"ControlMaster={'yes' if first else 'no'}", "-o", shared),
             *("--", host.target),
-            shlex.join([self.python, "-P", *options, "-c", _BOOT]),
+            shlex.join([self.options.python, "-P", *options, "-c", _BOOT]),
         ]
 
 
@@ -194,14 +192,11 @@ class TasksOnHosts:
     Attributes:
         places: The place of each task.
         reach: How hosts are reached.
-        exported: Names of variables that tasks get beside those of kerasdist,
-            TensorFlow, Keras and Python.
         gpus: What `find_gpus` returns on each host, by its name.
     """
 
     places: Mapping[TaskProcess, Place]
     reach: Reach
-    exported: Collection[str]
     gpus: Mapping[str, tuple[Sequence[str], str]]
 
     @property
@@ -246,7 +241,7 @@ class TasksOnHosts:
             and (
                 name.startswith(_PREFIXES)
                 or name == "LD_PRELOAD"
-                or name in self.exported
+                or name in self.reach.options.exported
                 or name in mine
             )
         }
@@ -389,9 +384,7 @@ def on_hosts(
             )
         }
         gpus = {host.name: answer["gpus"] for host, answer in found.items()}
-        yield TasksOnHosts(
-            places=places, reach=reach, exported=options.exported, gpus=gpus
-        )
+        yield TasksOnHosts(places=places, reach=reach, gpus=gpus)
 
 
 @contextlib.contextmanager
@@ -428,7 +421,7 @@ def asking(
         folder = undo.enter_context(
             tempfile.TemporaryDirectory(prefix="kerasdist-ssh-", dir="/tmp")
         )
-        reach = Reach(ssh=options.ssh, python=options.python, control=Path(folder))
+        reach = Reach(options=options, control=Path(folder))
         probes = []
         for host, count in counts.items():
             asked = {**question, "host": host.name, "ports": count}
