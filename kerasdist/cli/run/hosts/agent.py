@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import termios
+import threading
 import time
 import tty
 from collections.abc import Iterator
@@ -121,25 +122,29 @@ def _received(length: int) -> Iterator[bytes]:
 
 
 class Agent:
-    """Runs one task. Its attributes are descriptors; `_out` takes the frames."""
+    """Runs one task.
+
+    Threads copy its output and obey the launcher, while the main one waits for its end.
+    """
 
     def __init__(self) -> None:
         self._out = os.dup(1)
         # Whatever else this process writes isn't a frame.
         os.dup2(2, 1)
         os.set_inheritable(self._out, False)
+        self._writing = threading.Lock()
+        self._written_at = 0.0
         self._kinds: dict[int, bytes] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._code: int | None = None
         # Of a function.
         self._call: IO[bytes] | None = None
         self._result: IO[bytes] | None = None
-        self._heard = time.monotonic()
 
     def _frame(self, kind: bytes, data: bytes) -> None:
         view = memoryview(kind + struct.pack(">I", len(data)) + data)
-        while view:
-            view = view[os.write(self._out, view) :]
+        with self._writing:
+            while view:
+                view = view[os.write(self._out, view) :]
+        self._written_at = time.monotonic()
 
     def run(self) -> None:
         """Run the task to its end."""
@@ -153,25 +158,39 @@ class Agent:
             self._call.flush()
         try:
             os.chdir(task["folder"])
-            self._start(task)
+            process = self._start(task)
         except OSError as error:
             self._frame(b"F", str(error).encode())
             return
-        try:
-            with contextlib.suppress(BrokenPipeError):
-                self._relay()
-        finally:
-            self._end()
+        threading.Thread(target=_obey, args=(process,), daemon=True).start()
+        copies = [
+            threading.Thread(target=self._copy, args=each, daemon=True)
+            for each in self._kinds.items()
+        ]
+        for each in copies:
+            each.start()
+        while process.returncode is None:
+            pid, status = os.waitpid(-1, 0)  # orphans are given to this process
+            if pid == process.pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+        # Children of the task may hold its output, and its port.
+        _end_all()
+        self._written_at = time.monotonic()
+        while any(each.is_alive() for each in copies) and (
+            self._writing.locked() or time.monotonic() < self._written_at + _OUTPUT
+        ):
+            time.sleep(0.01)
         with contextlib.suppress(OSError):
             if self._result is not None:
                 self._result.seek(0)
                 while data := self._result.read(_MOST):
                     self._frame(b"R", data)
             self._errors.seek(0)
-            ending = {"code": self._code, "error": self._errors.read().decode()}
+            error_text = self._errors.read().decode()
+            ending = {"code": process.returncode, "error": error_text}
             self._frame(b"X", json.dumps(ending).encode())
 
-    def _start(self, task: dict[str, Any]) -> None:
+    def _start(self, task: dict[str, Any]) -> subprocess.Popen[bytes]:
         family, address = task["family"], tuple(task["address"])
         listener = socket.socket(socket.AddressFamily(family))
         # The port is kept for the job by a socket that is bound to it.
@@ -204,7 +223,7 @@ class Agent:
             # Apart: the launcher takes TensorFlow's start out of it.
             error, inner_error = os.pipe() if window is None else open_terminal(window)
             self._kinds[error] = b"E"
-        self._process = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, *task["command"]],
             stdin=subprocess.DEVNULL,
             stdout=inner,
@@ -217,94 +236,36 @@ class Agent:
         listener.close()
         for descriptor in {writing, inner, inner_error}:
             os.close(descriptor)
+        return process
 
-    def _relay(self) -> None:
-        """Relay until the task has ended, and its output has."""
-        wake, wake_write = os.pipe()
-        for descriptor in (wake, wake_write):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        until: float | None = None
-        while True:
-            self._reap()
-            now = time.monotonic()
-            if self._code is not None and until is None:
-                # Children of the task may hold its output, and its port.
-                signal_all(signal.SIGTERM)
-                until = now + _TERM_TO_KILL
-            if until is not None and (
-                not self._kinds or now > until or not below(os.getpid())
-            ):
-                self._drain()
-                return
-            if now - self._heard > _SILENCE:
-                return
-            ready = select.select(
-                [0, wake, *self._kinds], [], [], 0.2 if until else 1.0
-            )
-            for descriptor in ready[0]:
-                if descriptor == wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(wake, _MOST)
-                elif descriptor:
-                    self._copy(descriptor)
-                elif not self._take():
-                    return
+    def _copy(self, descriptor: int, kind: bytes) -> None:
+        # At the end of a terminal without processes there is an error.
+        with contextlib.suppress(OSError):
+            while data := os.read(descriptor, _MOST):
+                self._frame(kind, data)
 
-    def _take(self) -> bool:
-        """Take signals of the launcher; return False at their end."""
-        data = os.read(0, _MOST)
-        self._heard = time.monotonic()
-        for number in filter(None, data):
-            if self._process is not None and self._code is None:
+
+def _obey(process: subprocess.Popen[bytes]) -> None:
+    """Pass the launcher's signals on; when it is gone, end everything."""
+    with contextlib.suppress(OSError):
+        while select.select([0], [], [], _SILENCE)[0] and (data := os.read(0, _MOST)):
+            for number in filter(None, data):
+                # It may end in between.
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._process.pid, number)
-        return bool(data)
+                    if process.returncode is None:
+                        os.kill(process.pid, number)
+    _end_all()
+    os._exit(1)
 
-    def _copy(self, descriptor: int) -> None:
-        try:
-            data = os.read(descriptor, _MOST)
-        except OSError:  # a terminal without processes
-            data = b""
-        if data:
-            self._frame(self._kinds[descriptor], data)
-        else:
-            del self._kinds[descriptor]
-            os.close(descriptor)
 
-    def _drain(self) -> None:
-        """Relay what has been written, though processes may hold the other end."""
-        end = time.monotonic() + _OUTPUT
-        while self._kinds and time.monotonic() < end:
-            ready = select.select(list(self._kinds), [], [], 0.0)[0]
-            if not ready:
-                return
-            for descriptor in ready:
-                self._copy(descriptor)
-
-    def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not pid:
-                return
-            if self._process is not None and pid == self._process.pid:
-                self._code = os.waitstatus_to_exitcode(status)
-                self._process.returncode = self._code
-
-    def _end(self) -> None:
-        """End everything below this process: first SIGTERM, then SIGKILL."""
-        until = time.monotonic() + _TERM_TO_KILL
-        signal_all(signal.SIGTERM)
-        while below(os.getpid()) and time.monotonic() < 2 * _TERM_TO_KILL + until:
-            self._reap()
-            if time.monotonic() > until:
-                signal_all(signal.SIGKILL)
-            time.sleep(0.02)
-        self._reap()
+def _end_all() -> None:
+    """End everything below this process: first SIGTERM, then SIGKILL."""
+    until = time.monotonic() + _TERM_TO_KILL
+    signal_all(signal.SIGTERM)
+    while below(os.getpid()) and time.monotonic() < 2 * _TERM_TO_KILL + until:
+        if time.monotonic() > until:
+            signal_all(signal.SIGKILL)
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
