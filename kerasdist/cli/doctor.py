@@ -528,13 +528,12 @@ def _reach_each_other(
             place = places.Place(host=probe.host, family=family, address=tuple(bound))
             addresses[probe] = place.text
     others: dict[places.HostProbe, list[str]] = {}
+    limit = seconds + places.ANSWER_SECONDS
     for probe in addresses:
         others[probe] = [a for other, a in addresses.items() if other is not probe]
-        probe.ask({"addresses": others[probe], "seconds": seconds})
-    limit = seconds + places.ANSWER_SECONDS
-    places.await_answers(list(others), limit)
+        probe.ask({"addresses": others[probe], "seconds": seconds}, limit)
     for probe, listed in others.items():
-        name, reply = probe.host.target, probe.result(limit)
+        name, reply = probe.host.target, probe.result()
         if isinstance(reply, str):
             text = f"{name} can't try to reach the others: {reply}"
             yield _warn(text, "correct what is said of that host above")

@@ -14,9 +14,7 @@ import ctypes
 import json
 import os
 import resource
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -30,9 +28,9 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _MOST = 65536
 
 
-def _end_with_parent() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def _prepare_child() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _descriptor(variable: str) -> int | None:
@@ -52,21 +50,19 @@ class Client:
         self._result = _descriptor("KERASDIST_RESULT_FD")
         self._ending: dict[str, Any] | None = None
         self._fault = ""
-        self._wake, wake = os.pipe()
-        for descriptor in (self._wake, wake):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for number in _FORWARDED:
-            signal.signal(number, lambda number, frame: None)
+        # `_forward` takes them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         self._process = subprocess.Popen(
             facts["reach"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,
             # Ctrl-C must reach the task by way of this process alone.
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_prepare_child,
         )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("The process was started without pipes.")
+        self._commands, self._frames = self._process.stdin, self._process.stdout
 
     def run(self) -> int:
         """Follow the task to its end; return its exit code, negative for a signal."""
@@ -75,24 +71,11 @@ class Client:
         program = self._facts["program"].encode()
         self._send(b"%b%08d%b" % (program, len(task), task))
         self._send_call(length or 0)
-        pings = threading.Thread(target=self._ping, daemon=True)
-        pings.start()
-        if self._process.stdout is None:
-            raise RuntimeError("The process was started without pipes.")
-        reading = self._process.stdout.fileno()
-        data = b""
+        threading.Thread(target=self._forward, daemon=True).start()
         # After the last frame nothing is waited for: the connection may stay open, for
         # one that was first carries others.
-        while self._ending is None and not self._fault:
-            ready = select.select([reading, self._wake], [], [])[0]
-            if self._wake in ready:
-                numbers = os.read(self._wake, _MOST)
-                self._send(bytes(each for each in numbers if each in _FORWARDED))
-            if reading in ready:
-                part = os.read(reading, _MOST)
-                if not part:
-                    break
-                data = self._take(data + part)
+        while self._ending is None and not self._fault and self._take():
+            pass
         return self._end()
 
     def _send_call(self, length: int) -> None:
@@ -106,33 +89,33 @@ class Client:
             begin += len(part)
 
     def _send(self, data: bytes) -> None:
-        if self._process.stdin is not None:
-            with contextlib.suppress(ValueError):  # a ping after the end: it's closed
-                self._write(self._process.stdin.fileno(), data)
+        with contextlib.suppress(ValueError):  # after the end it's closed
+            self._write(self._commands.fileno(), data)
 
-    def _ping(self) -> None:
+    def _forward(self) -> None:
+        """Pass signals on, and zeros in between, by which the other side lives on."""
         while True:
-            time.sleep(_PING_SECONDS)
-            self._send(b"\0")
+            found = signal.sigtimedwait(_FORWARDED, _PING_SECONDS)
+            self._send(bytes([0 if found is None else found.si_signo]))
 
-    def _take(self, data: bytes) -> bytes:
-        """Take whole frames; return the rest."""
-        while len(data) >= 5:
-            kind, length = data[:1], struct.unpack(">I", data[1:5])[0]
-            if len(data) < 5 + length:
-                break
-            content, data = data[5 : 5 + length], data[5 + length :]
-            if kind == b"P" and self._reports is not None:
-                # In single lines, each of which is written whole.
-                for line in content.splitlines(keepends=True):
-                    self._write(self._reports, line)
-            elif kind == b"F":
-                self._fault = content.decode()
-            elif kind == b"X":
-                self._ending = json.loads(content)
-            elif (to := {b"O": 1, b"E": 2, b"R": self._result}.get(kind)) is not None:
-                self._write(to, content)
-        return data
+    def _take(self) -> bool:
+        """Take a frame; return False if the connection has ended."""
+        head = self._frames.read(5)
+        kind, length = head[:1], int.from_bytes(head[1:], "big")
+        content = self._frames.read(length)
+        if len(head) < 5 or len(content) < length:
+            return False
+        if kind == b"P" and self._reports is not None:
+            # In single lines, each of which is written whole.
+            for line in content.splitlines(keepends=True):
+                self._write(self._reports, line)
+        elif kind == b"F":
+            self._fault = content.decode()
+        elif kind == b"X":
+            self._ending = json.loads(content)
+        elif (to := {b"O": 1, b"E": 2, b"R": self._result}.get(kind)) is not None:
+            self._write(to, content)
+        return True
 
     @staticmethod
     def _write(descriptor: int, data: bytes) -> None:
@@ -143,8 +126,7 @@ class Client:
 
     def _end(self) -> int:
         with contextlib.suppress(OSError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+            self._commands.close()
         try:
             code = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -173,7 +155,8 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError, ValueError):
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+        signal.raise_signal(-code)
         time.sleep(1.0)
         code = 128 - code
     sys.exit(code)

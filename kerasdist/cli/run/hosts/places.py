@@ -7,13 +7,12 @@ import dataclasses
 import itertools
 import json
 import os
-import selectors
+import select
 import shlex
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +20,7 @@ from typing import IO, Any
 from kerasdist.cli.run.hosts import agent, client, probe
 from kerasdist.cli.run.options import Host, HostOptions
 from kerasdist.cluster.address import is_this_host
+from kerasdist.transport.deadline import Deadline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,6 @@ class HostProbe:
 
     def __init__(self, host: Host, reach: Reach, question: Mapping[str, Any]) -> None:
         self.host = host
-        self.answer = b""
         # Not a pipe, which nothing would read while the job runs.
         self.errors: IO[bytes] = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
         self.process = subprocess.Popen(
@@ -304,32 +303,34 @@ class HostProbe:
         if self.process.stdin is None or self.process.stdout is None:
             raise RuntimeError("The process was started without pipes.")
         self._questions, self._answers = self.process.stdin, self.process.stdout
-        self.ask(question, program_text(probe.__file__))
+        self.ask(question, program=program_text(probe.__file__))
 
-    def ask(self, question: Mapping[str, Any], program: bytes = b"") -> None:
-        """Ask a question, the first one with the program that answers."""
-        self.answer = b""
+    def ask(
+        self,
+        question: Mapping[str, Any],
+        seconds: float = ANSWER_SECONDS,
+        program: bytes = b"",
+    ) -> None:
+        """Ask a question, the first one with the program that answers in `seconds`."""
+        self._deadline = Deadline(seconds)
         with contextlib.suppress(BrokenPipeError):
             self._questions.write(program + json.dumps(question).encode() + b"\n")
 
-    def fileno(self) -> int:
-        """Return the descriptor of the answer."""
-        return self._answers.fileno()
-
-    def read(self) -> bool:
-        """Read what has arrived; return whether the answer isn't complete yet."""
-        data = os.read(self.fileno(), _MOST)
-        self.answer += data
-        return bool(data) and not self.answer.endswith(b"\n")
-
-    def result(self, seconds: float = ANSWER_SECONDS) -> dict[str, Any] | str:
-        """Return the answer; if there was none in `seconds`, the reason."""
-        with contextlib.suppress(ValueError):
-            return dict(json.loads(self.answer.rpartition(b"\n")[0].split(b"\n")[-1]))
+    def result(self) -> dict[str, Any] | str:
+        """Wait for the answer; return it, or the reason why there is none."""
+        written, left = b"", self._deadline.remaining
+        while select.select([self._answers], [], [], left())[0] and (
+            data := os.read(self._answers.fileno(), _MOST)
+        ):
+            written += data
+            # What the host's shell has written may stand before the answer.
+            line = written.rpartition(b"\n")[0].split(b"\n")[-1]
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(line))
         try:
             code = self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"it hasn't answered within {seconds:g} s"
+            return f"it hasn't answered within {self._deadline.seconds:g} s"
         self.errors.seek(0)
         text = self.errors.read().decode(errors="replace").strip()
         return text.splitlines()[-1] if text else f"ssh has ended with {code}"
@@ -406,7 +407,7 @@ def asking(
         listens: Whether the ports can be connected to, as those of tasks can.
 
     Yields:
-        How the hosts are reached; a probe for each, which has answered, or won't.
+        How the hosts are reached; a probe for each.
     """
     question = {
         "folder": os.getcwd(),
@@ -427,21 +428,7 @@ def asking(
             asked = {**question, "host": host.name, "ports": count}
             probes.append(HostProbe(host, reach, asked))
             undo.callback(probes[-1].close)
-        await_answers(probes)
         yield reach, probes
-
-
-def await_answers(probes: Sequence[HostProbe], seconds: float = ANSWER_SECONDS) -> None:
-    """Wait until all have answered, or ended, for at most `seconds`."""
-    end = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        for each in probes:
-            selector.register(each, selectors.EVENT_READ)
-        while selector.get_map() and (rest := end - time.monotonic()) > 0:
-            for key, _ in selector.select(rest):
-                found: Any = key.fileobj
-                if not found.read():
-                    selector.unregister(found)
 
 
 def faults_of(
