@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import errno
 import os
+import queue
 import re
-import selectors
 import stat
 import subprocess
 import threading
@@ -20,6 +19,7 @@ from typing import IO
 from kerasdist.cli.run.hosts.agent import open_terminal
 from kerasdist.cli.run.hosts.places import TaskProcess
 from kerasdist.cli.run.job_spec import JobSpec
+from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import stderr_environ
 
@@ -218,7 +218,7 @@ _MOST_KEPT = 64 * 1024
 class RoleLines:
     """Cuts one task's output as its present role requires: see `LineTagger`.
 
-    Only the pump's thread calls its methods.
+    Only one thread of the pump at a time calls its methods.
 
     Args:
         tag: The beginning of each line while the worker isn't the chief; None: nothing
@@ -432,9 +432,9 @@ class Started:
 class OutputPump:
     """Copies the output of several ranks to one descriptor, in whole lines.
 
-    It runs in a thread of its own: the reader of our output may stop for a while (a
-    pager), and the supervisor mustn't stop with it. The workers do, when their pipes
-    are full, as they would without a launcher.
+    A thread copies each: the reader of our output may stop for a while (a pager), and
+    the supervisor mustn't stop with it. The workers do, when their pipes are full, as
+    they would without a launcher.
 
     Args:
         out: Descriptor to write to.
@@ -442,84 +442,56 @@ class OutputPump:
 
     def __init__(self, out: int) -> None:
         self._out: int | None = out
-        self._selector = selectors.DefaultSelector()
-        self._calls: collections.deque[Callable[[], bytes]] = collections.deque()
-        self._wake, self._woken = os.pipe()
-        os.set_blocking(self._woken, False)
-        self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(
-            target=self._run, name="kerasdist-output", daemon=True
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._begin(self._run_calls)
+
+    def _begin(self, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(
+            target=target, args=args, name="kerasdist-output", daemon=True
         )
+        self._threads.append(thread)
+        thread.start()
 
     def add(
         self, lines: Lines, source: IO[bytes], log: IO[bytes] | None = None
     ) -> Tail:
         """Add a rank; the pump owns `source` and `log` from now on."""
         tail = Tail(log)
-        os.set_blocking(source.fileno(), False)
-
-        def register() -> bytes:
-            self._selector.register(source, selectors.EVENT_READ, (source, lines, tail))
-            return b""
-
-        self.call(register)
+        self._begin(self._copy, lines, source, tail)
         return tail
 
     def call(self, function: Callable[[], bytes]) -> None:
-        """Let the pump's thread call a function, and write what it returns.
+        """Let a thread call a function, and write what it returns.
 
         Args:
-            function: Is called there; must not wait.
+            function: Is called while no output is being cut; must not wait.
         """
-        self._calls.append(function)
-        # If the pipe is full, the thread has to look already.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._woken, b"c")
-
-    def start(self) -> None:
-        """Begin to copy."""
-        self._thread.start()
+        self._calls.put(function)
 
     def finish(self, seconds: float) -> None:
         """Copy the remaining output, then stop; wait for that at most `seconds`."""
-        if self._thread.is_alive():
-            os.close(self._woken)
-            self._thread.join(seconds)
+        self._calls.put(None)
+        deadline = Deadline(seconds)
+        for thread in self._threads:
+            thread.join(deadline.remaining())
 
-    def _run(self) -> None:
-        ending = False
-        while self._selector.get_map():
-            events = self._selector.select(0 if ending else None)
-            if ending and not events:
-                break
-            # Calls first: they were made before what has arrived with them is shown.
-            events.sort(key=lambda event: event[0].data is not None)
-            for key, _ in events:
-                if key.data is None:
-                    if not os.read(self._wake, 512):
-                        ending = True
-                        self._selector.unregister(self._wake)
-                    while self._calls:
-                        self._write(self._calls.popleft()())
-                else:
-                    self._copy(*key.data)
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                self._write(key.data[1].flush())
+    def _run_calls(self) -> None:
+        for function in iter(self._calls.get, None):
+            with self._lock:
+                self._write(function())
 
-    def _copy(self, source: IO[bytes], lines: Lines, tail: Tail) -> None:
-        try:
-            data = os.read(source.fileno(), 65536)
-        except BlockingIOError:
-            return
-        except OSError:  # a terminal without processes
-            data = b""
-        # First: what the reader of our output delays is in the log.
-        tail.add(data)
-        if not data:
-            self._selector.unregister(source)
-            source.close()
-        self._write(lines.feed(data, time.monotonic()) if data else lines.flush())
+    def _copy(self, lines: Lines, source: IO[bytes], tail: Tail) -> None:
+        with source:
+            while data := _read(source.fileno()):
+                # First: what the reader of our output delays is in the log.
+                tail.add(data)
+                with self._lock:
+                    self._write(lines.feed(data, time.monotonic()))
+        tail.add(b"")
+        with self._lock:
+            self._write(lines.flush())
 
     def _write(self, data: bytes) -> None:
         while data and self._out is not None:
@@ -528,6 +500,13 @@ class OutputPump:
             except OSError:
                 # The reader has ended (`| head`). The workers mustn't stop for it.
                 self._out = None
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # a terminal without processes
+        return b""
 
 
 def window_of(descriptor: int) -> tuple[int, int]:
@@ -620,7 +599,6 @@ class JobOutput:
             real = os.dup(2)
             undo.callback(os.close, real)
             yield writing, real, stderr_environ(real, writing)
-        self._errors.start()
 
     def finish(self, seconds: float) -> None:
         """Copy the rest of each pump's sources, for at most `seconds`."""

@@ -270,8 +270,6 @@ class JobSupervisor:
                 for task in self._job.tasks
             ]:
                 self._tasks.append(self._start_task(task, listener, 0))
-        if self._output.pump is not None:
-            self._output.pump.start()
 
     def _start(self, task: TaskProcess | Started, failed: str) -> None:
         """Start one more worker, or one that has ended again.
