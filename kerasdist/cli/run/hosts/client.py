@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import resource
 import signal
@@ -25,7 +26,6 @@ _PR_SET_PDEATHSIG = 1
 _PING_SECONDS = 5.0
 _END_SECONDS = 2.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
-_MOST = 65536
 
 
 def _prepare_child() -> None:
@@ -70,7 +70,10 @@ class Client:
         task = json.dumps({**self._facts["task"], "call": length}).encode()
         program = self._facts["program"].encode()
         self._send(b"%b%08d%b" % (program, len(task), task))
-        self._send_call(length or 0)
+        if self._call is not None:
+            # Other processes read the file, too: its position is theirs.
+            with mmap.mmap(self._call, 0, access=mmap.ACCESS_READ) as call:
+                self._send(memoryview(call))
         threading.Thread(target=self._forward, daemon=True).start()
         # After the last frame nothing is waited for: the connection may stay open, for
         # one that was first carries others.
@@ -78,17 +81,7 @@ class Client:
             pass
         return self._end()
 
-    def _send_call(self, length: int) -> None:
-        """Send the file of the function's call, which other processes read, too."""
-        begin = 0
-        while self._call is not None and begin < length:
-            part = os.pread(self._call, _MOST, begin)
-            if not part:
-                raise OSError("The file of the function's call has been cut off.")
-            self._send(part)
-            begin += len(part)
-
-    def _send(self, data: bytes) -> None:
+    def _send(self, data: bytes | memoryview) -> None:
         with contextlib.suppress(ValueError):  # after the end it's closed
             self._write(self._commands.fileno(), data)
 
@@ -118,7 +111,7 @@ class Client:
         return True
 
     @staticmethod
-    def _write(descriptor: int, data: bytes) -> None:
+    def _write(descriptor: int, data: bytes | memoryview) -> None:
         with contextlib.suppress(OSError):  # it isn't read any more
             view = memoryview(data)
             while view:

@@ -196,20 +196,10 @@ def unreachable(addresses: list[str], seconds: float) -> list[str | None]:
         return list(pool.map(lambda each: why_unreachable(each, seconds), addresses))
 
 
-def _read_question() -> Any:
-    """Return the next question; None when standard input has ended."""
-    text = b""
-    while not text.endswith(b"\n"):
-        data = os.read(0, 65536)
-        if not data:
-            return None
-        text += data
-    return json.loads(text)
-
-
 def main() -> None:
     """Answer questions on standard input, and keep the ports until it ends."""
-    question = _read_question()
+    questions = map(json.loads, sys.stdin.buffer)
+    question = next(questions, None)
     if question is None:
         return
     sys.path[1:1] = filter(None, question["path"].split(os.pathsep))
@@ -227,7 +217,7 @@ def main() -> None:
         for sock in kept:
             sock.listen(1024)
     os.write(1, json.dumps(answer).encode() + b"\n")
-    while (question := _read_question()) is not None:
+    for question in questions:
         reasons = unreachable(question["addresses"], question["seconds"])
         os.write(1, json.dumps({"unreachable": reasons}).encode() + b"\n")
 
