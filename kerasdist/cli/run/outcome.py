@@ -243,8 +243,9 @@ class JobOutcome:
                 self._take_notice(record)
             elif self._job.elastic is not None:
                 self._take_members(record)
-        for seconds, worker in self._unprinted():
-            if not seconds:
+        for worker in self._unprinted:
+            until = worker.missed_by[0] + _LET_IT_END
+            if worker.code is not None or time.monotonic() >= until:
                 self._lose(worker)
 
     def _take_report(self, report: Report) -> None:
@@ -459,25 +460,17 @@ class JobOutcome:
 
     # What the supervisor waits for.
 
-    def _unprinted(self) -> list[tuple[float, Started]]:
-        """Return the workers whose loss is to be printed, and in how many seconds."""
+    @property
+    def _unprinted(self) -> list[Started]:
+        """The workers whose loss is still to be printed."""
         if self.over or not self.continues:
             return []
-        end = _LET_IT_END - time.monotonic()
-        return [
-            (max(0.0, each.missed_by[0] + end) if each.code is None else 0.0, each)
-            for each in self.tasks
-            if 0 in each.missed_by and not each.lost
-        ]
+        return [each for each in self.tasks if 0 in each.missed_by and not each.lost]
 
-    def next_in(self) -> float | None:
-        """Return the seconds until the next loss is printed, or the next restart."""
-        if self.over:
-            return None
-        now = time.monotonic()
-        seconds = [each for each, _ in self._unprinted()]
-        seconds += [max(0.0, at - now) for at in self._restart_at.values()]
-        return min(seconds, default=None)
+    @property
+    def is_due_later(self) -> bool:
+        """Whether a loss is to be printed soon, or a task to be started again."""
+        return self.restart_pending or bool(self._unprinted)
 
     @property
     def only_lost_workers_running(self) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from kerasdist.cli.run.hosts.agent import open_terminal
+from kerasdist.cli.run.hosts.agent import open_output
 from kerasdist.cli.run.hosts.places import TaskProcess
 from kerasdist.cli.run.job_spec import JobSpec
 from kerasdist.transport.deadline import Deadline
@@ -509,8 +509,10 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def window_of(descriptor: int) -> tuple[int, int]:
-    """Return the lines and columns of a terminal."""
+def window_of(descriptor: int) -> tuple[int, int] | None:
+    """Return the lines and columns of a terminal; None if it's something else."""
+    if not os.isatty(descriptor):
+        return None
     size = os.get_terminal_size(descriptor)
     return size.lines, size.columns
 
@@ -589,10 +591,7 @@ class JobOutput:
             yield None
             return
         with contextlib.ExitStack() as undo:
-            if os.isatty(2):
-                reading, writing = open_terminal(window_of(2))
-            else:
-                reading, writing = os.pipe()
+            reading, writing = open_output(window_of(2))
             source: IO[bytes] = os.fdopen(reading, "rb", buffering=0)
             self._errors.add(StartUpLines(self._job.environ), source)
             undo.callback(os.close, writing)

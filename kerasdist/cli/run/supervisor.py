@@ -166,6 +166,8 @@ TWICE = 0.5
 # A killed process only stays if the kernel holds it (a dead network disk).
 _GIVE_UP = 1.0
 _OUTPUT_SECONDS = 2.0
+# How often it's looked whether something is due that no event announces.
+_LOOK_SECONDS = 0.1
 
 
 class JobSupervisor:
@@ -349,8 +351,7 @@ class JobSupervisor:
             # nothing of the working folder is imported.
             arguments = ["-P", *arguments]
         if job.hosts is not None:
-            shown = chief and not piped and os.isatty(1)
-            window = window_of(1) if shown else None
+            window = window_of(1) if chief and not piped else None
             arguments, environ = job.hosts.command(
                 task, arguments, environ, window, own
             )
@@ -406,9 +407,8 @@ class JobSupervisor:
                 self._outcome.read()
                 for ended in self._outcome.take_restarts():
                     self._start(ended, f"{ended.task} can't be started again")
-                running = self._running
                 # Grandchildren may hold the terminal or a pipe of ours.
-                over = not running and not self._outcome.restart_pending
+                over = not self._running and not self._outcome.restart_pending
                 if over and not below(os.getpid()):
                     return
                 self._end_what_is_left(over=over)
@@ -416,7 +416,7 @@ class JobSupervisor:
                 self._send_what_is_due()
                 if self._give_up_at and time.monotonic() > self._give_up_at:
                     return
-                for key, _ in selector.select(self._until_next(bool(running))):
+                for key, _ in selector.select(self._pause()):
                     if key.fd == wake:
                         for number in os.read(wake, 512):
                             self._on_signal(number)
@@ -566,16 +566,12 @@ class JobSupervisor:
                 return
             del self._plan[0]
 
-    def _until_next(self, workers_run: bool) -> float | None:
+    def _pause(self) -> float | None:
         """Return the seconds to wait for an event; None: as long as it takes."""
-        until = [] if workers_run else [0.05]  # grandchildren's ends raise no event
-        if (loss_in := self._outcome.next_in()) is not None:
-            until.append(loss_in)
-        if self._plan:
-            until.append(max(0.0, self._plan[0][0] - time.monotonic()))
-        elif self._looks_for_frozen:
-            until.append(max(0.0, self._look_at - time.monotonic()))
-        return min(until, default=None)
+        if not self._running:
+            return 0.05  # grandchildren's ends raise no event
+        due = self._plan or self._looks_for_frozen or self._outcome.is_due_later
+        return _LOOK_SECONDS if due else None
 
 
 def _ignore(number: int, frame: object) -> None:

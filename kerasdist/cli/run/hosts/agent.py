@@ -99,12 +99,14 @@ def signal_all(number: int, spare: frozenset[int] = frozenset()) -> None:
                 os.kill(pid, number)
 
 
-def open_terminal(window: tuple[int, int]) -> tuple[int, int]:
-    """Return both ends of a terminal that passes all as it is.
+def open_output(window: tuple[int, int] | None) -> tuple[int, int]:
+    """Return both ends of a pipe, or of a terminal that passes all as it is.
 
     Args:
-        window: Its lines and columns.
+        window: The terminal's lines and columns; None: a pipe.
     """
+    if window is None:
+        return os.pipe()
     outer, inner = pty.openpty()
     tty.setraw(inner)
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", *window, 0, 0))
@@ -212,16 +214,12 @@ class Agent:
             if file is not None:
                 passed.append(file.fileno())
                 environ[f"KERASDIST_{name}_FD"] = _name(file.fileno())
-        window = task["window"]
-        if window is None:
-            output, inner = os.pipe()
-        else:
-            output, inner = open_terminal(window)
+        output, inner = open_output(task["window"])
         self._kinds[output] = b"O"
-        error, inner_error = inner, inner
+        inner_error = inner
         if task["errors"]:
             # Apart: the launcher takes TensorFlow's start out of it.
-            error, inner_error = os.pipe() if window is None else open_terminal(window)
+            error, inner_error = open_output(task["window"])
             self._kinds[error] = b"E"
         process = subprocess.Popen(
             [sys.executable, *task["command"]],
