@@ -236,8 +236,7 @@ class Played:
             **{"log_dir": None, "elastic": settings, "part": EVERYWHERE},
         )
         self.tasks = [Started(task=task, process=None, tail=None) for task in job.tasks]
-        pump = types.SimpleNamespace(call=lambda function: function())
-        self.outcome = outcome.JobOutcome(job, self.tasks, JobOutput(job, pump))
+        self.outcome = outcome.JobOutcome(job, self.tasks, JobOutput(job, None))
         self.environ = self.outcome.pipe.environ
         if settings is not None:
             self.environ |= self.outcome.ended.environ
