@@ -425,6 +425,17 @@ def _failure(outcome: Outcome, function: Any) -> FunctionError:
     return _error(first, read_error(first.file), function)
 
 
+# By `RemoteError.stage`.
+_AT_STAGE = {
+    "load": "The function can't be loaded in {name}: {message}. Received: function="
+    "{function}. Expected only modules that the worker can import.",
+    "call": "The function failed in {name}: {message}. Received: function={function}.",
+    "result": "The result of {name} can't be pickled: {message}. Received: a result of "
+    "type {result}. Expected what cloudpickle can pickle, for instance numbers, "
+    "arrays, `history.history`, or the path of a model that the function has saved.",
+}
+
+
 def _error(task: TaskEnd, found: RemoteError | None, function: Any) -> FunctionError:
     """Return the error of a task, with the original one as its cause."""
     rank = task.index if task.kind == "worker" else None
@@ -435,23 +446,15 @@ def _error(task: TaskEnd, found: RemoteError | None, function: Any) -> FunctionE
             f"function={_shown(function)}. Its output has the reason, if it wrote one.",
             rank,
         )
-    begin = {
-        "load": f"The function can't be loaded in {name}",
-        "call": f"The function failed in {name}",
-        "result": f"The result of {name} can't be pickled",
-    }[found.stage]
-    advice = {
-        "load": f"Received: function={_shown(function)}. Expected only modules that "
-        "the worker can import.",
-        "call": f"Received: function={_shown(function)}.",
-        "result": f"Received: a result of type {found.result}. Expected what "
-        "cloudpickle can pickle, for instance numbers, arrays, `history.history`, or "
-        "the path of a model that the function has saved.",
-    }[found.stage]
-    text = f" Its traceback there:\n\n{found.traceback}" if found.traceback else ""
-    error = FunctionError(
-        f"{begin}: {found.message}. {advice}{text}".rstrip(), rank, found.traceback
+    text = _AT_STAGE[found.stage].format(
+        name=name,
+        message=found.message,
+        function=_shown(function),
+        result=found.result,
     )
+    if found.traceback:
+        text += f" Its traceback there:\n\n{found.traceback}"
+    error = FunctionError(text.rstrip(), rank, found.traceback)
     error.__cause__ = found.exception()
     return error
 

@@ -204,26 +204,7 @@ def start(arguments: argparse.Namespace) -> int:
         )
     command = check_command(arguments.script, environ, faults)
     log_dir = None if arguments.log_dir is None else Path(arguments.log_dir)
-    if log_dir is not None:
-        existing = next((p for p in (log_dir, *log_dir.parents) if p.exists()), log_dir)
-        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-            what = "a folder in which files can be made"
-            faults.append(must_be("--log-dir", what, log_dir))
-    malloc = arguments.malloc
-    if malloc not in ("none", "auto") and not (
-        os.sep in malloc and os.access(malloc, os.R_OK)
-    ):
-        what = "'none', 'auto' or the path of a shared library that can be read"
-        faults.append(must_be("--malloc", what, malloc))
-    weak = (
-        *(secret_fault(os.environ), level_fault(os.environ), format_fault(os.environ)),
-        # Of tasks on other hosts each checks its own files.
-        tls_fault(os.environ) if hosts is None else None,
-    )
-    faults += [each for each in weak if each is not None]
-    if not sys.executable:
-        faults.append("it is unknown where Python is (sys.executable is empty)")
-    options.check_gpus(arguments.gpus, faults)
+    _check_settings(arguments, log_dir, faults, uses_tls=hosts is None)
     finds_gpus = arguments.gpus not in ("all", "none", "0")
     gpus = {}
     if not faults and hosts is None:
@@ -293,7 +274,7 @@ def start(arguments: argparse.Namespace) -> int:
             and environ["TF_CPP_MIN_LOG_LEVEL"] != "0",
             cores=_divided_cores(most) if arguments.bind == "cores" else (),
             gpus=gpus,
-            environ=environ | _allocator(malloc, environ),
+            environ=environ | _allocator(arguments.malloc, environ),
             elastic=elastic,
             hosts=placed,
             part=part,
@@ -305,6 +286,43 @@ def start(arguments: argparse.Namespace) -> int:
         if temporary and log_dir is not None and code == 0:
             shutil.rmtree(log_dir, ignore_errors=True)
         return code
+
+
+def _check_settings(
+    arguments: argparse.Namespace,
+    log_dir: Path | None,
+    faults: list[str],
+    *,
+    uses_tls: bool,
+) -> None:
+    """Check what is the same for jobs on one host and on several.
+
+    Args:
+        arguments: The parsed arguments.
+        log_dir: The folder of `--log-dir`.
+        faults: Takes a message about each thing that can't be used.
+        uses_tls: Whether this process's certificates are the tasks': of tasks on other
+            hosts each checks its own files.
+    """
+    if log_dir is not None:
+        existing = next((p for p in (log_dir, *log_dir.parents) if p.exists()), log_dir)
+        if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+            what = "a folder in which files can be made"
+            faults.append(must_be("--log-dir", what, log_dir))
+    malloc = arguments.malloc
+    if malloc not in ("none", "auto") and not (
+        os.sep in malloc and os.access(malloc, os.R_OK)
+    ):
+        what = "'none', 'auto' or the path of a shared library that can be read"
+        faults.append(must_be("--malloc", what, malloc))
+    weak = (
+        *(secret_fault(os.environ), level_fault(os.environ), format_fault(os.environ)),
+        tls_fault(os.environ) if uses_tls else None,
+    )
+    faults += [each for each in weak if each is not None]
+    if not sys.executable:
+        faults.append("it is unknown where Python is (sys.executable is empty)")
+    options.check_gpus(arguments.gpus, faults)
 
 
 def _divided_cores(workers: int) -> tuple[tuple[int, ...], ...]:
