@@ -18,7 +18,6 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.data.arrays import (
-    ArrayData,
     BatchIterator,
     CountedData,
     RepeatableIterator,
@@ -26,10 +25,9 @@ from kerasdist._keras.data.arrays import (
 from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import iterator_dataset
 from kerasdist.strategies.data.batch_split import (
-    ArrayParts,
+    ArrayEpochs,
     FetchedBatches,
     count_rows,
-    order_of_arrays,
     part_of_batch,
     read_ahead,
     slice_rows,
@@ -178,7 +176,7 @@ class CountedBatches(RepeatableIterator):
 def _as_it_is(dataset: Any) -> Any:
     """Return a dataset that isn't optimized, and of which nothing is read ahead.
 
-    Optimizing takes longer than it saves; see `ArrayData.pipelines`.
+    Optimizing takes longer than it saves; see `ArrayRows.pipeline`.
     """
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
@@ -488,87 +486,18 @@ def _joined(*parts: Any) -> Any:
     return first
 
 
-class ElasticArrays(CountedData):
-    """The iterable over this worker's parts of arrays; each iteration is an epoch.
-
-    Args:
-        workers: The connected workers.
-        data: The arrays.
-        seed: The seed of the orders; common to all workers.
-        distribute: Distributes a dataset of parts among the worker's replicas.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        data: ArrayData,
-        seed: int,
-        distribute: Callable[[Any], Any],
-    ) -> None:
-        self.workers = workers
-        self._data = data
-        self._seed = seed
-        self._epoch = 0
-        self._distribute = distribute
-        self._take = data.pipelines()
-        self._made_for: tuple[ReplicaLayout, bool] | None = None
-        self._parts: ArrayParts | None = None
-        self._whole: Any = None  # the parts of all batches, for that layout
-        self._order: tuple[int, Any] = (0, None)
+class ElasticArrays(ArrayEpochs):
+    """See `ArrayEpochs`; epochs go on after a change of the workers."""
 
     def __iter__(self) -> ArrayEpoch:
         return ArrayEpoch(self, self.next_pass())
 
-    def next_pass(self) -> int:
-        """See `CountedData.next_pass`."""
-        self._epoch += 1
-        return self._epoch
-
-    def turn_to(self, number: int) -> None:
-        """See `CountedData.turn_to`."""
-        self._epoch = number - 1
-
-    def restart(self) -> None:
-        """See `ArrayEpochs.restart`."""
-        self._epoch = 0
-
-    def begin(self, layout: ReplicaLayout, epoch: int, first: int) -> Any:
-        """Return an iterator over the parts of an epoch's batches.
-
-        Args:
-            layout: The present layout of the replicas.
-            epoch: The number of the epoch.
-            first: The number of the first batch.
-        """
-        data = self._data
-        alone = self.workers.communicator.size == 1
-        if self._parts is None or self._made_for != (layout, alone):
-            # Also a new object, because threads may still read ahead for the old one.
-            self._parts = ArrayParts(layout, data, alone=alone)
-            self._made_for, self._whole = (layout, alone), None
-        parts = self._parts
-        parts.begin(self._order_of(epoch))
-        if first:
-            return iter(self._distribute(parts.dataset(self._take, first)))
-        if self._whole is None:
-            self._whole = self._distribute(parts.dataset(self._take))
-        return iter(self._whole)
-
     def checksum(self, epoch: int, batch: int) -> int:
         """Return a checksum of a global batch; 0 if there is none of this number."""
-        data = self._data
-        rows = self._order_of(epoch)[batch * data.batch_size :][: data.batch_size]
-        if not len(rows):
-            return 0
-        one = tf.data.Dataset.range(1)
-        for found in self._take(one, lambda _: tf.constant(rows), lambda b, _: b):
-            return checksum_of_batch(found)
-        return 0
-
-    def _order_of(self, epoch: int) -> Any:
-        if self._order[0] != epoch:
-            self._order = epoch, order_of_arrays(self._data, self._seed, epoch)
-        return self._order[1]
+        size = self._data.batch_size
+        rows = self.order(epoch)[batch * size : (batch + 1) * size]
+        with tf.device(self.workers.host):
+            return checksum_of_batch(self._rows.take(rows)) if len(rows) else 0
 
 
 class ArrayEpoch(CountedBatches):
@@ -585,9 +514,9 @@ class ArrayEpoch(CountedBatches):
         """See `RepeatableIterator.inner`."""
         layout = self._arrays.workers.layout
         if self._inner is None or layout != self._layout:
-            self._inner = None  # first, see `ArrayParts.begin`
+            self._inner = None  # first, see `ArrayParts.order`
             self._layout = layout
-            self._inner = self._arrays.begin(layout, self.number, self.taken)
+            self._inner = self._arrays.begin(self.number, self.taken)
         return self._inner
 
     def skip(self, batches: int) -> None:

@@ -309,7 +309,7 @@ class PeekedDataset:
         self._dataset = dataset if pipeline is None else pipeline.windows
         self.seconds = 0.0
         # When an iterator is released, TensorFlow waits for its tuning thread, which
-        # may sleep for a minute; see `ArrayData.pipelines`. Without tuning AUTOTUNE
+        # may sleep for a minute; see `ArrayRows.pipeline`. Without tuning AUTOTUNE
         # means as many calls at once as there are threads.
         options = tf.data.Options()
         options.autotune.enabled = False
