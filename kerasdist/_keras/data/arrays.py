@@ -229,15 +229,26 @@ class RepeatableIterator(abc.ABC):
     """An iterator of global batches that goes on after a change of the workers.
 
     A batch is used up when the step on it is committed, and not when it's read.
+
+    Attributes:
+        kind: The kind of the data: two processes continue only with data of one kind.
+        number: The number of the pass over the data, from 1; 0: it isn't known.
+        taken: The number of batches that are used up.
     """
+
+    kind: str
+    number = 0
+    taken = 0
+    # What reads the dataset.
+    _source: Any = None
 
     @property
     @abc.abstractmethod
     def inner(self) -> Any:
         """The iterator from which a step takes this worker's part of the next batch.
 
-        It's made for the present layout of the replicas: another object after a change
-        of the layout, and after `renew`.
+        It's for the present layout of the replicas: after a change of it, and after
+        `renew`, it must be asked for again.
         """
 
     @property
@@ -245,9 +256,9 @@ class RepeatableIterator(abc.ABC):
         """The iterator for a pass that isn't continued after a change."""
         return self.inner
 
-    @abc.abstractmethod
     def commit(self) -> None:
         """Count the batch of a step that has just been finished as used up."""
+        self.taken += 1
 
     @abc.abstractmethod
     def renew(self) -> None:
@@ -256,24 +267,13 @@ class RepeatableIterator(abc.ABC):
         The batches after it follow.
         """
 
-    @property
-    def kind(self) -> str:
-        """The kind of the data: two processes continue only with data of one kind."""
-        return type(self).__name__
-
-    @property
-    @abc.abstractmethod
-    def number(self) -> int:
-        """The number of the pass over the data, from 1; 0: it isn't known."""
-
-    @property
-    @abc.abstractmethod
-    def taken(self) -> int:
-        """The number of batches that are used up."""
-
-    @abc.abstractmethod
     def skip(self, batches: int) -> None:
-        """Begin after this many batches of the pass, of which none was taken."""
+        """Begin after this many batches of the pass, of which none was taken.
+
+        By default they are read.
+        """
+        while self.taken < batches and next(self._source, None) is not None:
+            self.taken += 1
 
     @abc.abstractmethod
     def next_checksum(self) -> int:

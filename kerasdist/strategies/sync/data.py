@@ -268,9 +268,8 @@ class SynchronousData:
         orders: See `DataHooks`.
     """
 
-    # The classes of the iterables over arrays, and over each worker's own data.
+    # The class of the iterables over arrays.
     array_epochs: Callable[..., Any] = ArrayEpochs
-    per_worker: Callable[..., Any] = PerWorkerDataset
     fill_if_empty = staticmethod(fill_if_empty)
     # Whether workers make only their own rows of a dataset, where they can.
     makes_own_rows = True
@@ -425,7 +424,7 @@ class SynchronousData:
         if OWN_DATA.get(dataset) is None or self._workers.communicator.size == 1:
             return dataset, length
         return (
-            self.per_worker(self._workers, self._timer, dataset),
+            PerWorkerDataset(self._workers, self._timer, dataset),
             Consensus(self._workers).longest(length),
         )
 
