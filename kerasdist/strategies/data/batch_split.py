@@ -259,7 +259,7 @@ class FetchedBatches(BatchIterator):
 
     def at_least_one(self) -> BatchIterator:
         """See `BatchIterator.at_least_one`."""
-        if not self._waiting:
+        while not self._waiting:
             self._waiting.extend(self._fetch())
         return self
 
