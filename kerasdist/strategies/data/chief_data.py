@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import abc
 import functools
-import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -168,13 +168,9 @@ class FeedIterator(ExchangedBatches):
             packed = np.zeros(0, np.uint8) if reader is None else reader.ready()
             facts, leaves = unpack(self._exchange(packed, begin)[0])
             following, end = iter(leaves), facts["end"]
+            batches = [list(islice(following, count)) for count in facts["counts"]]
             yield [
-                own_rows_of(
-                    feed.workers,
-                    feed.structure,
-                    list(itertools.islice(following, count)),
-                )
-                for count in facts["counts"]
+                own_rows_of(feed.workers, feed.structure, batch) for batch in batches
             ]
         feed.close()
         if reader is not None and reader.error is not None:
@@ -325,7 +321,7 @@ class PeekedDataset:
         self._read: list[Any] = []
         for _ in range(_COMPARED):
             begin = time.perf_counter()
-            self._read += itertools.islice(self._iterator, 1)
+            self._read += islice(self._iterator, 1)
             self.seconds = time.perf_counter() - begin
         self.head = self._read
         if pipeline is not None and self._read:
@@ -342,7 +338,7 @@ class PeekedDataset:
         if self._begun:
             self._begun = False
             if pipeline is None:
-                elements = itertools.chain(self._read, self._iterator)
+                elements = chain(self._read, self._iterator)
             else:
                 elements = self._following(elements)
             self.drop()

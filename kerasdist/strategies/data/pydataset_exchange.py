@@ -88,20 +88,18 @@ class ItemForm:
                 converted, as TensorFlow converts a generator's values.
         """
         other = ItemForm(item)
-        known = tf.nest.flatten(self.example)
         if not other.exchangeable or _dimensions(item) != _dimensions(self.example):
             raise ValueError(
                 "All items of a PyDataset must have the same structure and numbers of "
                 f"dimensions. Received: item {index} with {other.text}; item 0 has "
                 f"{self.text}."
             )
+        alike = zip(tf.nest.flatten(item), tf.nest.flatten(self.example), strict=True)
         leaves = [
-            encode(
-                leaf if leaf is None else np.asarray(leaf, as_dtype(like.dtype.name))
-            )
-            for leaf, like in zip(tf.nest.flatten(item), known, strict=True)
+            leaf if leaf is None else np.asarray(leaf, as_dtype(like.dtype.name))
+            for leaf, like in alike
         ]
-        return pack({"index": index}, leaves)
+        return pack({"index": index}, list(map(encode, leaves)))
 
 
 def _arrays(item: Any) -> list[Any]:
