@@ -303,20 +303,21 @@ class PeekedDataset:
         pipeline: Its pipeline, if its rows are made one by one.
 
     Attributes:
+        dataset: What is read.
         head: The first batches of it.
         seconds: The time that the last element took that was read.
     """
 
     def __init__(self, dataset: Any, pipeline: RowPipeline | None = None) -> None:
         self._pipeline = pipeline
-        self._dataset = dataset if pipeline is None else pipeline.windows
+        self.dataset = dataset if pipeline is None else pipeline.windows
         self.seconds = 0.0
         # When an iterator is released, TensorFlow waits for its tuning thread, which
         # may sleep for a minute; see `ArrayRows.pipeline`. Without tuning AUTOTUNE
         # means as many calls at once as there are threads.
         options = tf.data.Options()
         options.autotune.enabled = False
-        self._untuned = self._dataset.with_options(options)
+        self._untuned = self.dataset.with_options(options)
         self._iterator: Any = iter(self._untuned)
         self._read: list[Any] = []
         for _ in range(_COMPARED):
@@ -348,17 +349,9 @@ class PeekedDataset:
         """Release the pass that has begun."""
         self._iterator, self._read, self.head = None, [], []
 
-    def divided(self, divide: Callable[[Any, Any], Any]) -> Passes:
-        """Return the passes over this worker's parts, for Keras to iterate over.
-
-        Args:
-            divide: Returns an iterable over this worker's parts of a dataset, or of
-                `RowPipeline.windows`, given its first batches or None.
-        """
-        every, head = self._dataset, self.head
-        first = divide(self._following(every), head)
-        example = head[0] if head else None
-        return Passes(first, lambda: divide(every, None), self._iterator, example)
+    def first_pass(self) -> Any:
+        """Return a dataset of the pass that has begun."""
+        return self._following(self.dataset)
 
     def _following(self, dataset: Any) -> Any:
         """Return a dataset of the first pass, with the options of another."""
@@ -369,34 +362,47 @@ class PeekedDataset:
 
 
 class Passes(BatchIterable):
-    """This worker's parts of a dataset: of the first pass, which has begun, and others.
+    """This worker's parts of a dataset, for the layout at the beginning of each pass.
 
     Args:
-        first: The rest of the first pass.
-        every: Returns the parts of the whole dataset. Making a pipeline takes long,
-            and one epoch needs only the first pass.
-        iterator: The iterator that the first pass reads.
-        example: A batch, for its shapes; None if there is none.
+        workers: The connected workers.
+        divide: Returns an iterable over this worker's parts of a dataset, or of
+            `RowPipeline.windows`, given its first batches or None.
+        dataset: The whole dataset.
+        begun: The dataset whose first pass has begun, if it has.
     """
 
     def __init__(
-        self, first: Any, every: Callable[[], Any], iterator: Any, example: Any
+        self,
+        workers: Workers,
+        divide: Callable[[Any, Any], Any],
+        dataset: Any,
+        begun: PeekedDataset | None = None,
     ) -> None:
-        self._first = first
-        self._every = functools.cache(every)
-        self._iterator = iterator
-        self._example = example
+        self._workers, self._divide, self._dataset = workers, divide, dataset
+        # It's kept while its pass is read.
+        self._begun = begun
+        self._is_first = begun is not None
+        self._example = begun.head[0] if begun is not None and begun.head else None
+        self._layout: ReplicaLayout | None = None
+        self._parts: Any = None  # for that layout
 
     def example(self) -> Any | None:
         """See `BatchIterable.example`."""
         return self._example
 
     def __iter__(self) -> Iterator[Any]:
-        first, self._first = self._first, None
-        if first is not None:
-            return iter(first)
-        self._iterator = None
-        return iter(self._every())
+        begun, is_first = self._begun, self._is_first
+        self._is_first = False
+        if begun is not None and is_first:
+            return iter(self._divide(begun.first_pass(), begun.head))
+        self._begun = None
+        # Making a pipeline takes long, and one epoch needs only the first pass. Batches
+        # are read ahead, so that they are for one layout between two passes.
+        if self._layout != self._workers.layout:
+            self._layout = self._workers.layout
+            self._parts = self._divide(self._dataset, None)
+        return iter(self._parts)
 
 
 def verify_or_adopt_dataset(

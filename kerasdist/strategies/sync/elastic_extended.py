@@ -159,7 +159,8 @@ class ElasticData(SynchronousData):
         own = PerWorkerDataset(self._workers, self._timer, dataset)
         return own, Consensus(self._workers).longest(length)
 
-    def _divide(self, dataset: Any) -> Any:
+    def _divide(self, dataset: Any, head: Any = None) -> Any:
+        del head
         return ElasticDataset(self._workers, dataset, self._same.wrap)
 
     def _own_part(self, dataset: Any) -> Any:
