@@ -140,6 +140,11 @@ class ArrayEpochs(CountedData):
     def __iter__(self) -> Iterator[Any]:
         return self.begin(self.next_pass())
 
+    @property
+    def length(self) -> int:
+        """The number of batches in an epoch."""
+        return -(-self._data.samples // self._data.batch_size)
+
     def next_pass(self) -> int:
         """See `CountedData.next_pass`."""
         self._epoch += 1

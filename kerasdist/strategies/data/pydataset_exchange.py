@@ -309,12 +309,13 @@ class SharedItems:
         """
         if self.choice.mode == "chief":
             return self._chiefs(None)
+        form, different = None, None
         try:
             form = compare_items(self.workers.communicator, self.data)
         except DifferentItems as error:
-            return self._chiefs(error)
+            different = error
         if form is None:
-            return self._chiefs(None)
+            return self._chiefs(different)
         self.form, self.length = form, self.data.length
         return self
 
@@ -349,7 +350,7 @@ class SharedItems:
         )
         if not why:
             if different is not None:
-                raise different
+                raise choice.explain(different)
             return None
         seeded, epochs = self.draw_seed(), itertools.count(1)
 

@@ -277,6 +277,11 @@ class SynchronousData:
     makes_own_rows = True
     # The seed of a job that workers may join, for scripts that set none.
     job_seed: int | None = None
+    # Whether workers may join one that is alone, which then divides its data.
+    may_be_joined = False
+    # In place of the option `data`, and of errors about data that differ.
+    data_mode: str | None = None
+    explain: Callable[[ValueError], ValueError] = staticmethod(lambda error: error)
 
     def __init__(
         self,
@@ -293,8 +298,10 @@ class SynchronousData:
         self.orders = 0
         self._seeding = _tf.seeding()
         self._given: GivenData | None = None
-        self._same = SameBatches(workers)
-        self._choice = DataChoice(options.data, log_once)
+        self._same = SameBatches(workers, self.explain)
+        self._choice = DataChoice(
+            self.data_mode or options.data, log_once, self.explain
+        )
         self.shards = options.shards
 
     @property
@@ -342,16 +349,18 @@ class SynchronousData:
         `generator` is the plain generator that it reads, if any; `is_items` is true if
         it reads a PyDataset.
         """
-        extended = self._extended
         if isinstance(dataset, tf.distribute.DistributedDataset):
             self._given = GivenData(division="distributed already")
             return self._in_step(dataset, length)
         self._given = known_of(dataset, length)
-        if self._workers.replicas == 1:
-            return extended.distribute_parts(dataset), length
+        workers = self._workers.communicator.size
+        if self._workers.replicas == 1 and not self.may_be_joined:
+            return self._extended.distribute_parts(dataset), length
         if not self.shards:
             return self._divide_own(dataset, length)
-        own = extended.distribute_own(dataset)
+        own = self._own_part(dataset)
+        if own is not None and workers == 1:
+            return self._in_step(own, length)
         if own is not None:
             by_file = OWN_DATA.get(own)
             self._given = dataclasses.replace(
@@ -361,7 +370,6 @@ class SynchronousData:
             )
             # This worker's part of the whole isn't known before it's read.
             return self._in_step(own, None)
-        workers = self._workers.communicator.size
         # Items have been compared; their reader must not begin before the epoch does.
         if workers == 1 or is_items:
             return self._passes(self._divide, dataset), length
@@ -396,6 +404,10 @@ class SynchronousData:
         OWN_DATA.set(own, False)
         return self._in_step(own, length)
 
+    def _own_part(self, dataset: Any) -> Any | None:
+        """Return this worker's part of a dataset whose policy is FILE or OFF."""
+        return self._extended.distribute_own(dataset)
+
     def _passes(self, divide: Callable[..., Any], dataset: Any) -> Any:
         """Return the iterable over this worker's parts of a dataset, see `Passes`."""
         return divide(dataset)
@@ -427,7 +439,8 @@ class SynchronousData:
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Let workers whose data end first continue with empty batches."""
-        if OWN_DATA.get(dataset) is None or self._workers.communicator.size == 1:
+        alone = self._workers.communicator.size == 1 and not self.may_be_joined
+        if OWN_DATA.get(dataset) is None or alone:
             return dataset, length
         return (
             PerWorkerDataset(self._workers, self._timer, dataset),
