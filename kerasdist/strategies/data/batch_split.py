@@ -347,14 +347,9 @@ def fill_if_empty(batch: Any) -> Any:
         shape = tf.concat([[1], tf.shape(tensor)[1:]], 0)
         return tf.zeros(shape, tensor.dtype)
 
-    flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
-
-    def packed(filled: list[Any]) -> Any:
-        left = iter(filled)
-        return map_tensors(lambda _: next(left), batch)
-
     if tf.get_static_value(rows) == 0:
-        return packed([one_row(tensor) for tensor in flat])
+        return map_tensors(one_row, batch)
+    flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
     # Results of unequal shapes: XLA would make all that follow dynamic, and the shapes
     # of some of them are wrong then.
     with _tf.outside_of_xla():
@@ -362,7 +357,8 @@ def fill_if_empty(batch: Any) -> Any:
     for before, after in zip(flat, filled, strict=True):
         if not tf.executing_eagerly() and hasattr(after, "set_shape"):
             after.set_shape(before.shape)
-    return packed(filled)
+    left = iter(filled)
+    return map_tensors(lambda _: next(left), batch)
 
 
 def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
