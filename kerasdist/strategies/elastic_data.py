@@ -27,6 +27,7 @@ from kerasdist.strategies.data.batch_split import (
     ArrayEpochs,
     FetchedBatches,
     count_rows,
+    for_replicas,
     part_of_batch,
     read_ahead,
     slice_rows,
@@ -226,13 +227,12 @@ class DatasetPass(RepeatableIterator, BatchIterator):
         parts = self._element["parts"]
         if self._is_on_host:
             return parts[0]
-        placed = []
-        for device, part in zip(self._data.workers.devices, parts, strict=True):
-            with tf.device(device):
-                placed.append(
-                    tf.nest.map_structure(_copied, part, expand_composites=True)
-                )
-        return placed[0] if len(placed) == 1 else _tf.regroup(placed)
+
+        def placed(replica: int) -> Any:
+            part = parts[replica]
+            return tf.nest.map_structure(_copied, part, expand_composites=True)
+
+        return for_replicas(self._data.workers.devices, placed)
 
 
 def _copied(tensor: Any) -> Any:

@@ -34,6 +34,7 @@ from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import (
     FetchedBatches,
     count_rows,
+    for_replicas,
     order_of_arrays,
     order_of_items,
     part_of_batch,
@@ -452,23 +453,21 @@ class AsyncBatches(FetchedBatches):
 def _for_replicas(devices: Sequence[str], batch: Any) -> Any:
     """Put a batch on this worker's device, or divide it over its devices."""
     host = _tf.host_of(devices[0])
+    layout = ReplicaLayout(0, len(devices), len(devices))
+    rows = count_rows(batch) if len(devices) > 1 else None
 
-    def whole(part: Any, device: str) -> Any:
+    def part(replica: int) -> Any:
         def put(leaf: Any) -> Any:
             kept = tf.experimental.Optional, tf.RaggedTensor, tf.SparseTensor
             if leaf is None or isinstance(leaf, kept):
                 return leaf
             tensor = tf.convert_to_tensor(leaf)
-            return tensor if device == host else tf.identity(tensor)
+            return tensor if devices[replica] == host else tf.identity(tensor)
 
-        with tf.device(device):
-            return tf.nest.map_structure(put, part)
+        mine = batch
+        if rows is not None:
+            with tf.device(host):
+                mine = part_of_batch(batch, rows, replica, layout)
+        return tf.nest.map_structure(put, mine)
 
-    if len(devices) == 1:
-        return whole(batch, devices[0])
-    rows, layout = count_rows(batch), ReplicaLayout(0, len(devices), len(devices))
-    parts = [
-        whole(part_of_batch(batch, rows, i, layout), device)
-        for i, device in enumerate(devices)
-    ]
-    return _tf.regroup(parts)
+    return for_replicas(devices, part)

@@ -36,7 +36,7 @@ from kerasdist.strategies.asynchronous.live_group import (
     WorkersChanged,
 )
 from kerasdist.strategies.asynchronous.tables import SharedTables
-from kerasdist.strategies.data.batch_split import split_part
+from kerasdist.strategies.data.batch_split import for_replicas, split_part
 from kerasdist.strategies.data.choice import different_batches
 from kerasdist.strategies.data.own_rows import own_part
 from kerasdist.strategies.data.pydataset_exchange import compare_items
@@ -200,13 +200,13 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
             [tf.bool, *[each.dtype for each in flat] * len(devices)],
             [tf.TensorShape([]), *[each.shape for each in flat] * len(devices)],
         )
-        parts = []
-        for index, device in enumerate(devices):
-            with tf.device(device):
-                mine = leaves[index * len(flat) : (index + 1) * len(flat)]
-                mine = [tf.identity(leaf) for leaf in mine]
-            parts.append(tf.nest.pack_sequence_as(spec, mine, expand_composites=True))
-        return more, parts[0] if len(parts) == 1 else _tf.regroup(parts)
+
+        def part(index: int) -> Any:
+            mine = leaves[index * len(flat) : (index + 1) * len(flat)]
+            mine = [tf.identity(leaf) for leaf in mine]
+            return tf.nest.pack_sequence_as(spec, mine, expand_composites=True)
+
+        return more, for_replicas(devices, part)
 
     def _nothing(self) -> list[Any]:
         """Return arrays in the place of a batch that isn't there."""

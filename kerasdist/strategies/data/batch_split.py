@@ -361,6 +361,20 @@ def fill_if_empty(batch: Any) -> Any:
     return map_tensors(lambda _: next(left), batch)
 
 
+def for_replicas(devices: Sequence[str], make: Callable[[int], Any]) -> Any:
+    """Return the parts of this worker's replicas: one, or a value with all of them.
+
+    Args:
+        devices: The replicas' devices, on which the parts are made.
+        make: Returns a part, given the replica's number on this worker.
+    """
+    parts = []
+    for replica, device in enumerate(devices):
+        with tf.device(device):
+            parts.append(make(replica))
+    return parts[0] if len(parts) == 1 else _tf.regroup(parts)
+
+
 def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
     """Call a function with each tensor of a nest.
 

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _tf
 from kerasdist._keras.data.arrays import ArrayData, BatchIterable
 from kerasdist._keras.data.pydataset import GeneratorFacts, close_at_end
 from kerasdist._keras.protocols import StepTimer
@@ -36,6 +35,7 @@ from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import (
     FetchedBatches,
     bounds_of_replica,
+    for_replicas,
     slice_rows,
     with_own_facts,
 )
@@ -260,13 +260,14 @@ def own_rows_of(workers: Workers, structure: Any, leaves: list[Encoded]) -> Any:
     """Return this worker's part of a batch: per replica, if it has several."""
     layout = workers.layout
     total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
-    parts = []
-    for i, device in enumerate(workers.devices[: layout.local], layout.first):
-        with tf.device(device):
-            part = [_part(leaf, i, layout) for leaf in leaves]
-            nest = tf.nest.pack_sequence_as(structure, part)
-            parts.append(with_own_facts(nest, total, i, layout))
-    return parts[0] if layout.local == 1 else _tf.regroup(parts)
+
+    def part(local: int) -> Any:
+        replica = layout.first + local
+        own = [_part(leaf, replica, layout) for leaf in leaves]
+        nest = tf.nest.pack_sequence_as(structure, own)
+        return with_own_facts(nest, total, replica, layout)
+
+    return for_replicas(workers.devices, part)
 
 
 def _part(leaf: Encoded, replica: int, layout: ReplicaLayout) -> Any:
@@ -367,7 +368,7 @@ class Passes(BatchIterable):
     Args:
         workers: The connected workers.
         divide: Returns an iterable over this worker's parts of a dataset, or of
-            `RowPipeline.windows`, given its first batches or None.
+            `RowPipeline.windows`, and of whether its first batches were compared.
         dataset: The whole dataset.
         begun: The dataset whose first pass has begun, if it has.
     """
@@ -375,7 +376,7 @@ class Passes(BatchIterable):
     def __init__(
         self,
         workers: Workers,
-        divide: Callable[[Any, Any], Any],
+        divide: Callable[[Any, bool], Any],
         dataset: Any,
         begun: PeekedDataset | None = None,
     ) -> None:
@@ -395,13 +396,13 @@ class Passes(BatchIterable):
         begun, is_first = self._begun, self._is_first
         self._is_first = False
         if begun is not None and is_first:
-            return iter(self._divide(begun.first_pass(), begun.head))
+            return iter(self._divide(begun.first_pass(), True))
         self._begun = None
         # Making a pipeline takes long, and one epoch needs only the first pass. Batches
         # are read ahead, so that they are for one layout between two passes.
         if self._layout != self._workers.layout:
             self._layout = self._workers.layout
-            self._parts = self._divide(self._dataset, None)
+            self._parts = self._divide(self._dataset, False)
         return iter(self._parts)
 
 

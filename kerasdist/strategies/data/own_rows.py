@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.batch_split import (
     FetchedBatches,
     bounds_of_replica,
+    for_replicas,
     parts_of_replicas,
     read_ahead,
     slice_rows,
@@ -44,7 +45,6 @@ from kerasdist.strategies.data.batch_split import (
 from kerasdist.strategies.data.choice import (
     CHECKSUM,
     SameBatches,
-    checksum_of_batch,
 )
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
@@ -166,13 +166,13 @@ class PerWorkerIterator(FetchedBatches):
         if self._last is None:
             return [tf.nest.map_structure(self._empty, self._spec)]
         # This worker's results count for nothing, see `data.batch_split`.
-        local = self._workers.local_replicas
         none = tf.constant(0, tf.int64)
-        idle = []
-        for replica in range(local):
+
+        def idle(replica: int) -> Any:
             batch, _, _ = split_part(_tf.select_replica(replica, self._last))
-            idle.append(with_facts(slice_rows(batch, 0, 1), None, none))
-        return idle if local == 1 else [_tf.regroup(idle)]
+            return with_facts(slice_rows(batch, 0, 1), None, none)
+
+        return [for_replicas(self._workers.devices, idle)]
 
     def _next_own(self) -> Any:
         """Return this worker's next batch as an optional."""
@@ -353,19 +353,18 @@ class OwnRows:
         # Of a smaller batch a share may be a row more.
         self._most = max(stop - start + (layout.cuts is not None), 1)
 
-    def divide(self, windows: Any, head: Sequence[Any] | None = None) -> Any:
+    def divide(self, windows: Any, compared: bool = False) -> Any:
         """Return a dataset of this worker's parts, as `slice_dataset` does.
 
         Args:
             windows: A dataset as `RowPipeline.windows`.
-            head: The first batches, if they are known: all those with a checksum.
+            compared: Whether the first batches have been compared already.
         """
-        checksums = None if head is None else [checksum_of_batch(each) for each in head]
         # As in `parts_of_replicas`.
         plain = tf.autograph.experimental.do_not_convert
 
         def own(index: Any, window: Any) -> Any:
-            return self._own_elements(index, window, checksums)
+            return self._own_elements(index, window, compared)
 
         rows = self._pipeline.make_rows(windows.enumerate().flat_map(plain(own)))
         # Only whole batches: see above.
@@ -375,9 +374,7 @@ class OwnRows:
         parts = parts_of_replicas(batches, replicas, self._part)
         return read_ahead(parts, windows).with_options(self._pipeline.options)
 
-    def _own_elements(
-        self, index: Any, window: Any, checksums: Sequence[int] | None
-    ) -> Any:
+    def _own_elements(self, index: Any, window: Any, compared: bool) -> Any:
         """Return a window's own elements, each with the facts of the batch."""
         elements = tf.data.Dataset.zip(window)
         total = self._total(elements.cardinality())
@@ -386,13 +383,11 @@ class OwnRows:
         last = elements.skip(tf.cast(total, tf.int64) - 1)
         own = elements.skip(start).take(stop - start)
         own = own.concatenate(last.repeat(self._most - (stop - start)))
-        if checksums is None:
+        checksum = tf.constant(0, tf.int64)
+        if not compared:
             checksum = self._same.checksum(
                 index, lambda: self._pipeline.batch_of(window)
             )
-        else:
-            known = tf.constant([*checksums, 0], tf.int64)
-            checksum = known[tf.minimum(index, len(checksums))]
         facts = tf.data.Dataset.from_tensors((tf.cast(total, tf.int64), checksum))
         return tf.data.Dataset.zip((facts.repeat(self._most), own))
 

@@ -25,6 +25,7 @@ from kerasdist.strategies.data.batch_split import (
     count_rows,
     epoch_order,
     fill_if_empty,
+    for_replicas,
     map_tensors,
     part_of_batch,
     slice_dataset,
@@ -316,7 +317,8 @@ class SynchronousData:
         """Return this worker's rows of a global batch: per replica if several."""
         layout = self._workers.data_layout
         if self.shards and self._workers.size > 1:
-            batch = self.verify_or_adopt_batch(batch)
+            communicator = self._workers.communicator
+            batch = verify_or_adopt_batch(communicator, self._choice, batch)
         if layout.total == 1:
             # Outside of graphs nothing else converts arrays to tensors.
             return tf.nest.map_structure(
@@ -325,15 +327,12 @@ class SynchronousData:
             )
         batch = map_tensors(tf.convert_to_tensor, batch)
         rows = count_rows(batch)
-        parts = [
-            part_of_batch(batch, rows, i, layout, whole=self.shards)
-            for i in range(layout.first, layout.first + layout.local)
-        ]
-        return parts[0] if layout.local == 1 else _tf.regroup(parts)
 
-    def verify_or_adopt_batch(self, batch: Any) -> Any:
-        """Return a global batch that is the same on all workers."""
-        return verify_or_adopt_batch(self._workers.communicator, self._choice, batch)
+        def part(local: int) -> Any:
+            replica = layout.first + local
+            return part_of_batch(batch, rows, replica, layout, whole=self.shards)
+
+        return for_replicas(self._workers.devices, part)
 
     def distribute_dataset(
         self,
@@ -412,16 +411,18 @@ class SynchronousData:
         """Return the iterable over this worker's parts of a dataset, see `Passes`."""
         return divide(dataset)
 
-    def _divide(self, dataset: Any, head: Any = None) -> Any:
-        """Return this worker's parts of global batches; `head` isn't needed."""
-        del head
+    def _divide(self, dataset: Any, compared: bool = False) -> Any:
+        """Return this worker's parts of global batches; their comparison is cheap."""
+        del compared
         parts = slice_dataset(dataset, self._workers.layout, self._same.wrap)
         return self._extended.distribute_parts(parts)
 
-    def _divide_rows(self, rows: RowPipeline, windows: Any, head: Any = None) -> Any:
+    def _divide_rows(
+        self, rows: RowPipeline, windows: Any, compared: bool = False
+    ) -> Any:
         """Return this worker's parts of windows: see `OwnRows.divide`."""
         own = OwnRows(rows, self._workers.layout, self._same)
-        return self._extended.distribute_parts(own.divide(windows, head))
+        return self._extended.distribute_parts(own.divide(windows, compared))
 
     def _tell_cost(self, seconds: float, why: str) -> None:
         """Say once what it costs that each worker makes all rows."""

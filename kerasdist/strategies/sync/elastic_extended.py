@@ -115,8 +115,8 @@ class ElasticData(SynchronousData):
                 own.divide = lambda: self._own_part(dataset)
         return own, length
 
-    def _divide(self, dataset: Any, head: Any = None) -> Any:
-        del head
+    def _divide(self, dataset: Any, compared: bool = False) -> Any:
+        del compared
         return ElasticDataset(self._workers, dataset, self._same.wrap)
 
     def _own_part(self, dataset: Any) -> Any | None:
