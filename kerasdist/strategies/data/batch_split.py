@@ -505,8 +505,9 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 def with_facts(part: Any, total: Any, rows: Any = None) -> Any:
     """Add the facts for a step to a replica's part, see `split_part`."""
-    facts = {"batch": part, _TOTAL: total, _ROWS: rows}
-    return {name: fact for name, fact in facts.items() if fact is not None}
+    facts = {_TOTAL: total, _ROWS: rows}
+    known = {name: fact for name, fact in facts.items() if fact is not None}
+    return {"batch": part, **known} if known else part
 
 
 def split_part(data: Any) -> tuple[Any, Any, Any]:
