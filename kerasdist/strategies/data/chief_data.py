@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class ChiefFeed(BatchIterable):
         workers: The connected workers.
         timer: Measures steps, and what they wait for.
         passes: Returns an iterable over the batches of the next pass, and reads none
-            of them yet; only the chief calls it.
+            of them yet; only the chief reads.
         structure: A nest like a batch.
         first: A batch for its shapes; None if there is none.
 
@@ -152,8 +152,7 @@ class FeedIterator(ExchangedBatches):
         super().__init__(feed.workers, feed.timer)
         self._feed = feed
         # A dataset that is shuffled again in each pass counts its iterators.
-        chief = feed.workers.communicator.rank == 0
-        self._batches = feed.passes() if chief else ()
+        self._batches = feed.passes()
 
     def _read(self) -> Iterator[list[Any]]:
         feed, reader = self._feed, None
@@ -293,33 +292,70 @@ def _part(leaf: Encoded, replica: int, layout: ReplicaLayout) -> Any:
 _COMPARED = 2
 
 
-class PeekedDataset:
-    """A dataset whose first pass has begun.
-
-    Where its rows are made one by one, what is read are the elements before the maps:
-    each worker can still call these for its own rows.
+class Passes(BatchIterable):
+    """This worker's parts of a dataset, for the layout at the beginning of each pass.
 
     Args:
+        workers: The connected workers.
+        divide: Returns an iterable over this worker's parts of a dataset, given that
+            and whether its first batches have been compared.
+        dataset: The dataset.
+
+    Attributes:
+        workers, divide: See above.
+    """
+
+    def __init__(
+        self, workers: Workers, divide: Callable[[Any, bool], Any], dataset: Any
+    ) -> None:
+        self.workers, self.divide = workers, divide
+        self._dataset = dataset
+        self._layout: ReplicaLayout | None = None
+        self._parts: Any = None  # for that layout
+
+    def example(self) -> Any | None:
+        """See `BatchIterable.example`."""
+        return None
+
+    def __iter__(self) -> Iterator[Any]:
+        # Batches are read ahead, so that they are for one layout between two passes.
+        if self._layout != self.workers.layout:
+            self._layout = self.workers.layout
+            self._parts = self.divide(self._dataset, False)
+        return iter(self._parts)
+
+
+class PeekedDataset(Passes):
+    """A dataset whose first pass has begun.
+
+    Where its rows are made one by one, what is read, and given to `divide`, are the
+    windows of elements before the maps: each worker can still call these for its own
+    rows.
+
+    Args:
+        workers, divide: See `Passes`.
         dataset: The dataset.
         pipeline: Its pipeline, if its rows are made one by one.
 
     Attributes:
-        dataset: What is read.
+        dataset: The dataset.
         head: The first batches of it.
         seconds: The time that the last element took that was read.
     """
 
-    def __init__(self, dataset: Any, pipeline: RowPipeline | None = None) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        divide: Callable[[Any, bool], Any],
+        dataset: Any,
+        pipeline: RowPipeline | None = None,
+    ) -> None:
+        elements = dataset if pipeline is None else pipeline.windows
+        super().__init__(workers, divide, elements)
+        self.dataset = dataset
         self._pipeline = pipeline
-        self.dataset = dataset if pipeline is None else pipeline.windows
         self.seconds = 0.0
-        # When an iterator is released, TensorFlow waits for its tuning thread, which
-        # may sleep for a minute; see `ArrayRows.pipeline`. Without tuning AUTOTUNE
-        # means as many calls at once as there are threads.
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        self._untuned = self.dataset.with_options(options)
-        self._iterator: Any = iter(self._untuned)
+        self._iterator: Any = iter(_untuned(elements))
         self._read: list[Any] = []
         for _ in range(_COMPARED):
             begin = time.perf_counter()
@@ -329,134 +365,92 @@ class PeekedDataset:
         if pipeline is not None and self._read:
             windows = map(tf.data.Dataset.from_tensors, self._read)
             read = functools.reduce(lambda one, other: one.concatenate(other), windows)
-            self.head = list(
-                pipeline.batches(read.with_options(self._untuned.options()))
-            )
-        self._begun = True  # and nothing of that pass has been taken
-
-    def passes(self) -> Iterable[Any]:
-        """Return an iterable over the batches of the next pass."""
-        pipeline, elements = self._pipeline, self._untuned
-        if self._begun:
-            self._begun = False
-            if pipeline is None:
-                elements = chain(self._read, self._iterator)
-            else:
-                elements = self._following(elements)
-            self.drop()
-        return iter(elements if pipeline is None else pipeline.batches(elements))
-
-    def drop(self) -> None:
-        """Release the pass that has begun."""
-        self._iterator, self._read, self.head = None, [], []
-
-    def first_pass(self) -> Any:
-        """Return a dataset of the pass that has begun."""
-        return self._following(self.dataset)
-
-    def _following(self, dataset: Any) -> Any:
-        """Return a dataset of the first pass, with the options of another."""
-        first = iterator_dataset(self._iterator, dataset)
-        for element in reversed(self._read):
-            first = tf.data.Dataset.from_tensors(element).concatenate(first)
-        return first.with_options(dataset.options())
-
-
-class Passes(BatchIterable):
-    """This worker's parts of a dataset, for the layout at the beginning of each pass.
-
-    Args:
-        workers: The connected workers.
-        divide: Returns an iterable over this worker's parts of a dataset, or of
-            `RowPipeline.windows`, and of whether its first batches were compared.
-        dataset: The whole dataset.
-        begun: The dataset whose first pass has begun, if it has.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        divide: Callable[[Any, bool], Any],
-        dataset: Any,
-        begun: PeekedDataset | None = None,
-    ) -> None:
-        self._workers, self._divide, self._dataset = workers, divide, dataset
-        # It's kept while its pass is read.
-        self._begun = begun
-        self._is_first = begun is not None
-        self._example = begun.head[0] if begun is not None and begun.head else None
-        self._layout: ReplicaLayout | None = None
-        self._parts: Any = None  # for that layout
+            self.head = list(pipeline.batches(_untuned(read)))
+        self._is_first = True
 
     def example(self) -> Any | None:
         """See `BatchIterable.example`."""
-        return self._example
+        return self.head[0] if self.head else None
 
     def __iter__(self) -> Iterator[Any]:
-        begun, is_first = self._begun, self._is_first
+        if not self._is_first:
+            self._iterator = None  # until now its pass was read
+            # Making a pipeline takes long, and one epoch needs only the first pass.
+            return super().__iter__()
         self._is_first = False
-        if begun is not None and is_first:
-            return iter(self._divide(begun.first_pass(), True))
-        self._begun = None
-        # Making a pipeline takes long, and one epoch needs only the first pass. Batches
-        # are read ahead, so that they are for one layout between two passes.
-        if self._layout != self._workers.layout:
-            self._layout = self._workers.layout
-            self._parts = self._divide(self._dataset, False)
-        return iter(self._parts)
+        first = iterator_dataset(self._iterator, self._dataset)
+        for element in reversed(self._read):
+            first = tf.data.Dataset.from_tensors(element).concatenate(first)
+        self._read, self.head = [], self.head[:1]
+        return iter(self.divide(first.with_options(self._dataset.options()), True))
+
+    def whole(self, elements: Any, compared: bool) -> Any:
+        """Return the whole batches, in the place of `divide`."""
+        del compared
+        pipeline = self._pipeline
+        return _untuned(elements if pipeline is None else pipeline.batches(elements))
+
+
+def _untuned(dataset: Any) -> Any:
+    """Return a dataset that isn't tuned.
+
+    When an iterator is released, TensorFlow waits for its tuning thread, which may
+    sleep for a minute; see `ArrayRows.pipeline`. Without tuning AUTOTUNE means as many
+    calls at once as there are threads.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def verify_or_adopt_dataset(
-    workers: Workers,
+    peeked: PeekedDataset,
     timer: StepTimer,
     choice: DataChoice,
-    dataset: Any,
     length: int | None,
     generator: GeneratorFacts | None = None,
-    rows: RowPipeline | None = None,
-) -> tuple[PeekedDataset, ChiefFeed | None, int | None]:
-    """Begin to read a dataset; let all workers use the chief's, if theirs differ.
+) -> tuple[PeekedDataset | ChiefFeed, int | None]:
+    """Let all workers use the chief's batches, if theirs differ.
 
     Args:
-        workers: The connected workers.
+        peeked: This worker's dataset of global batches.
         timer: Measures steps, and what they wait for.
         choice: Decides whose data are used.
-        dataset: This worker's dataset of global batches.
         length: Number of its batches; None: unknown.
         generator: The facts of the plain generator that the dataset reads, if any.
-        rows: The dataset's pipeline, if its rows are made one by one.
 
     Returns:
-        The dataset; the feed of the chief's batches, or None if each worker uses its
-        own; and the number of batches that counts.
+        The dataset, or the feed of the chief's batches; and the number of batches that
+        counts.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
     """
-    communicator = workers.communicator
+    communicator = peeked.workers.communicator
     name = "datasets" if generator is None else "generators"
-    peeked = PeekedDataset(dataset, rows)
+    source = peeked.dataset if generator is None else generator
     content = Content([batch_of(batch) for batch in peeked.head])
     why = choice.of_chief(
         communicator,
         name,
         content,
         length=length,
-        origin=lambda: origin_of(dataset if generator is None else generator),
+        origin=lambda: origin_of(source),
         different=lambda others, _: different_batches(others, communicator.ranks[0]),
         strange=generator is not None,
     )
     if not why and generator is not None and choice.mode == "auto":
         why = "a generator isn't known to be the same on all workers"
     if not why:
-        return peeked, None, length
+        return peeked, length
     known = chiefs_facts(communicator, {"length": length})["length"]
-    example = peeked.head[0] if peeked.head else None
-    if communicator.rank > 0:
-        peeked.drop()
-    feed = ChiefFeed(workers, timer, peeked.passes, dataset.element_spec, example)
+    structure, example = peeked.dataset.element_spec, peeked.example()
+    passes: Callable[[], Iterable[Any]] = tuple
+    if communicator.rank == 0:
+        peeked.divide = peeked.whole
+        passes = peeked.__iter__
     choice.tell(name, why, content.leaves)
-    return peeked, feed, known
+    return ChiefFeed(peeked.workers, timer, passes, structure, example), known
 
 
 # Batches of `train_on_batch` and the like: the same on all, or the chief's.

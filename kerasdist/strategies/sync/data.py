@@ -33,7 +33,7 @@ from kerasdist.strategies.data.batch_split import (
     with_facts,
 )
 from kerasdist.strategies.data.chief_data import (
-    Passes,
+    PeekedDataset,
     verify_or_adopt_arrays,
     verify_or_adopt_batch,
     verify_or_adopt_dataset,
@@ -381,18 +381,17 @@ class SynchronousData:
             divide, whole = partial(self._divide_rows, rows), rows.windows
         if self._choice.mode == "same":
             return self._passes(divide, whole), length
-        peeked, feed, length = verify_or_adopt_dataset(
-            *(self._workers, self._timer, self._choice, dataset, length),
-            *(generator, rows),
+        peeked = PeekedDataset(self._workers, divide, dataset, rows)
+        made, length = verify_or_adopt_dataset(
+            peeked, self._timer, self._choice, length, generator
         )
-        if feed is None:
-            if rows is None:
-                self._tell_cost(peeked.seconds, str(found))
-            return Passes(self._workers, divide, whole, peeked), length
-        self._given = dataclasses.replace(
-            self._given, batches=length, division="the chief's data"
-        )
-        return feed, length
+        if made is not peeked:
+            self._given = dataclasses.replace(
+                self._given, batches=length, division="the chief's data"
+            )
+        elif rows is None:
+            self._tell_cost(peeked.seconds, str(found))
+        return made, length
 
     def _divide_own(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Return the iterable over this worker's own dataset, and its length."""
