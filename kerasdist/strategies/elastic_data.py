@@ -11,6 +11,7 @@ remaining batches are known without communication:
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,9 @@ from kerasdist._keras.data.arrays import (
     CountedData,
     RepeatableIterator,
 )
+from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._tf.row_pipelines import iterator_dataset
+from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.batch_split import (
     ArrayEpochs,
     FetchedBatches,
@@ -33,8 +36,18 @@ from kerasdist.strategies.data.batch_split import (
     slice_rows,
     split_part,
 )
-from kerasdist.strategies.data.choice import CHECKSUM, checksum_of_batch
+from kerasdist.strategies.data.choice import (
+    CHECKSUM,
+    checksum_of_batch,
+    in_elastic_job,
+)
+from kerasdist.strategies.data.own_rows import (
+    PerWorkerDataset,
+    has_own_policy,
+    is_by_file,
+)
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+from kerasdist.strategies.sync.data import SynchronousData
 
 # Datasets of global batches that go on for another layout of the replicas.
 #
@@ -397,3 +410,94 @@ class ArrayEpoch(RepeatableIterator):
     def renew(self) -> None:
         """See `RepeatableIterator.renew`."""
         self._inner = None
+
+
+# The division of Keras's data in a job that goes on: after a change of its workers, or
+# at another start.
+
+
+class ContinuableData(SynchronousData, abc.ABC):
+    """Iterables whose passes and batches are counted.
+
+    Args: See `SynchronousData`.
+    """
+
+    array_epochs = ElasticArrays
+
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
+    ) -> tuple[Any, int | None]:
+        """See `SynchronousData.distribute_dataset`."""
+        # It is divided again when the workers change.
+        whole = WHOLE_DATA.get(dataset)
+        dataset = dataset if whole is None else whole
+        made, length = super().distribute_dataset(
+            dataset, length, generator, is_items=is_items
+        )
+        return self._continuable(made, dataset), length
+
+    @abc.abstractmethod
+    def _continuable(self, made: Any, dataset: Any) -> Any:
+        """Return the iterable over a dataset, made from this worker's parts of it."""
+
+
+class DataAlone(ContinuableData):
+    """The iterables of a job of one worker, with which another start may continue."""
+
+    def _continuable(self, made: Any, dataset: Any) -> Any:
+        if isinstance(dataset, tf.distribute.DistributedDataset):
+            return made
+        shared = self.shards and not has_own_policy(dataset)
+        return CountedDataset(made, SHARED_PASS if shared else OWN_PASS)
+
+
+class ElasticData(ContinuableData):
+    """Iterables that go on, in the midst of an epoch, for other workers.
+
+    They yield `RepeatableIterator`s, except for each worker's own data. All
+    other data must be the same on all workers, also with data="auto": the chief's can't
+    be used in their place, because the chief may be lost.
+    """
+
+    makes_own_rows = False  # which are its own may change at any step
+    may_be_joined = True
+    data_mode = "same"
+    explain = staticmethod(in_elastic_job)
+
+    def distribute_items(self, data: ItemData) -> None:
+        """Compare the items of all workers; each reads all of them, see `DataHooks`.
+
+        Raises:
+            ValueError: The workers were given different data.
+        """
+        orders = self.orders
+        super().distribute_items(data)
+        # The order is drawn next, also by a worker that is alone and compares nothing.
+        self.orders = orders
+
+    def _continuable(self, made: Any, dataset: Any) -> Any:
+        if isinstance(made, PerWorkerDataset):
+            made.tell = self._log_once
+            is_given = isinstance(dataset, tf.distribute.DistributedDataset)
+            if self.shards and not is_given:
+                made.divide = lambda: self._own_part(dataset)
+        return made
+
+    def _divide(self, dataset: Any, compared: bool = False) -> Any:
+        del compared
+        return ElasticDataset(self._workers, dataset, self._same.wrap)
+
+    def _own_part(self, dataset: Any) -> Any | None:
+        own = super()._own_part(dataset)
+        if own is None and has_own_policy(dataset):
+            # All of it is the part of a worker that is alone until others join.
+            own = self._extended.distribute_parts(
+                dataset.prefetch(tf.data.AUTOTUNE), complete=False
+            )
+            OWN_DATA.set(own, is_by_file(dataset))
+        return own
