@@ -108,8 +108,6 @@ class DataUses:
 
     def __init__(self) -> None:
         self._known: list[DataUse] = []
-        # By `id`, which another object may have later.
-        self._places: dict[int, int] = {}
 
     def of(self, data: Any) -> DataUse | None:
         """Return the uses of data, which are added if they aren't known.
@@ -121,10 +119,9 @@ class DataUses:
         data = data if whole is None else whole
         if not isinstance(data, (tf.data.Dataset, py_dataset_adapter.PyDataset)):
             return None
-        place = self._places.get(id(data))
-        if place is not None and self._known[place].is_of(data):
-            return self._known[place]
-        self._places[id(data)] = len(self._known)
+        for use in self._known:
+            if use.is_of(data):
+                return use
         self._known.append(DataUse(data))
         return self._known[-1]
 
@@ -324,17 +321,9 @@ class ArrayData:
             leaves: In the order and form of `leaves`.
             batch_size: Rows of the global batch.
         """
-        parts = self._sliceable()
-        following = iter(leaves)
-
-        def one(array: Any) -> Any:
-            if isinstance(array, array_slicing.TensorflowSparseWrapper):
-                return array_slicing.to_tensorflow_sparse_wrapper(next(following))
-            if array is None or isinstance(array, (list, tuple, dict)):
-                return None
-            return next(following)
-
-        self._parts = tree.traverse(one, parts)
+        parts, following = self._sliceable(), iter(leaves)
+        flat = [x if x is None else next(following) for x in tree.flatten(parts)]
+        self._parts = tree.pack_sequence_as(parts, flat)
         self.samples = int(leaves[0].shape[0])
         self.batch_size = batch_size
 
@@ -346,28 +335,21 @@ class ArrayData:
 
     def _sliceable(self) -> Any:
         if self._parts is None:
-            self._parts = tree.lists_to_tuples(
-                array_slicing.convert_to_sliceable(
-                    self._inputs, target_backend="tensorflow"
-                )
+            parts = array_slicing.convert_to_sliceable(
+                self._inputs, target_backend="tensorflow"
             )
+            self._parts = tree.traverse(_unwrapped, tree.lists_to_tuples(parts))
         return self._parts
 
 
 def _leaves(parts: Any) -> list[Any]:
-    found: list[Any] = []
+    return [leaf for leaf in tree.flatten(parts) if leaf is not None]
 
-    def one(array: Any) -> Any:
-        if array is None or isinstance(array, (list, tuple, dict)):
-            if not isinstance(array, array_slicing.TensorflowSparseWrapper):
-                return None
-            found.append(array.sparse)
-            return array
-        found.append(array)
-        return array
 
-    tree.traverse(one, parts)
-    return found
+def _unwrapped(array: Any) -> Any:
+    """Return the sparse tensor that Keras has wrapped; None: go on with its parts."""
+    is_wrapper = isinstance(array, array_slicing.TensorflowSparseWrapper)
+    return array.sparse if is_wrapper else None
 
 
 def _take_rows(inputs: Any, rows: Any) -> Any:
@@ -439,6 +421,8 @@ class ArrayRows:
 
 
 def _as_tensor(array: Any) -> Any:
+    if isinstance(array, tf.SparseTensor):
+        return array_slicing.to_tensorflow_sparse_wrapper(array)
     return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
 
 

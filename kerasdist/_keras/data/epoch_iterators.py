@@ -212,12 +212,17 @@ def first_item(iterator: Any) -> Any:
     return adapter._standardize_batch(adapter.py_dataset[0])
 
 
+def iterator_of_fit() -> Any:
+    """Return the epoch iterator of the present `fit`, or None."""
+    return None if current.iterator is None else current.iterator()
+
+
 def batch_size_of_fit() -> int | None:
     """Return the rows of a batch of `fit`, at its beginning; None if not known.
 
     The last one of an epoch may have fewer.
     """
-    iterator = None if current.iterator is None else current.iterator()
+    iterator = iterator_of_fit()
     if iterator is None:
         return None
     adapter = adapter_of(iterator)
@@ -237,7 +242,7 @@ def batch_size_of_fit() -> int | None:
 
 def batches_of_fit() -> int | None:
     """Return the batches of an epoch of `fit`, at its start; None: not known."""
-    iterator = None if current.iterator is None else current.iterator()
+    iterator = iterator_of_fit()
     count = None if iterator is None else iterator.num_batches
     return None if count is None else int(count)
 
@@ -250,7 +255,7 @@ def draws_order(iterator: Any) -> bool:
 
 def fits_arrays() -> bool:
     """Return whether `fit` was given arrays, and neither a dataset nor items."""
-    iterator = None if current.iterator is None else current.iterator()
+    iterator = iterator_of_fit()
     return iterator is not None and draws_order(iterator)
 
 
