@@ -11,7 +11,7 @@ windows and batches never get out of step: where the last one has fewer, its las
 element is repeated, and cut off from the batch.
 
 The first batches of each pass are made as a whole, for the check that all workers have
-the same ones.
+the same ones, unless they have been compared before.
 """
 
 from __future__ import annotations
