@@ -176,11 +176,10 @@ def _begin_epochs_once(self: Any) -> None:
         batches, steps = iter(data), self.steps_per_execution
         for step in range(0, self._num_batches, steps):
             yield step, step + steps - 1, batches
-        data.skip_epoch()  # the one that Keras would have begun
+        data.next_pass()  # the one that Keras would have begun
         adapter.on_epoch_end()
 
-    if hasattr(data, "skip_epoch"):
-        self._enumerate_iterator = enumerate_batches
+    self._enumerate_iterator = enumerate_batches
 
 
 def _count_uses(self: Any, hooks: KerasHooks, given: Any) -> None:

@@ -112,12 +112,13 @@ class ArraySource(Source):
     def __init__(self, data: ArrayData, seed: int) -> None:
         super().__init__(-(-data.samples // data.batch_size), seed)
         self._data = data
-        self._take = data.reader()
+        self._rows = data.rows()
         self._order = np.zeros(0, np.int64)
 
     def example(self) -> Any:
         """See `Source.example`."""
-        return self._take(np.arange(min(self._data.samples, self._data.batch_size)))
+        size = min(self._data.samples, self._data.batch_size)
+        return self._rows.take(np.arange(size))
 
     def begin(self, number: int) -> None:
         """See `Source.begin`."""
@@ -127,7 +128,7 @@ class ArraySource(Source):
         """See `Source.read`."""
         start = number * self._data.batch_size
         rows = self._order[start : start + self._data.batch_size]
-        return (self._take(rows),) if rows.size else None
+        return (self._rows.take(rows),) if rows.size else None
 
 
 class ItemSource(Source):

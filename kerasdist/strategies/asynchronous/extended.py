@@ -39,7 +39,7 @@ from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import split_part
 from kerasdist.strategies.data.choice import different_batches
 from kerasdist.strategies.data.own_rows import own_part
-from kerasdist.strategies.data.pydataset_exchange import SharedItems
+from kerasdist.strategies.data.pydataset_exchange import compare_items
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.consensus import Consensus
@@ -313,9 +313,9 @@ class AsyncData:
 
     def distribute_items(self, data: ItemData) -> AsyncDataset:
         """Return dynamic batches of a PyDataset."""
-        items = SharedItems(self._workers, self._timer, data)
-        items.agree()
-        return self._make(ItemSource(data, self._data.seed()), items.rows or None)
+        form = compare_items(self._workers.communicator, data)
+        rows = None if form is None else form.rows or None
+        return self._make(ItemSource(data, self._data.seed()), rows)
 
     def distribute_dataset(self, dataset: Any, length: int | None) -> AsyncDataset:
         """Return dynamic batches of a `tf.data.Dataset`."""

@@ -17,14 +17,17 @@ from kerasdist._keras.elastic.training_state import CheckpointFile
 from kerasdist._keras.protocols import KerasHooks, StepTimer
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.choice import SameBatches, in_elastic_job
-from kerasdist.strategies.data.own_rows import has_own_policy, is_by_file
+from kerasdist.strategies.data.own_rows import (
+    PerWorkerDataset,
+    has_own_policy,
+    is_by_file,
+)
 from kerasdist.strategies.elastic_data import (
     OWN_PASS,
     SHARED_PASS,
     CountedDataset,
     ElasticArrays,
     ElasticDataset,
-    ElasticOwnData,
 )
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
@@ -78,7 +81,6 @@ class ElasticData(SynchronousData):
     """
 
     array_epochs = ElasticArrays
-    per_worker = ElasticOwnData
     makes_own_rows = False  # which are its own may change at any step
 
     def __init__(
@@ -144,7 +146,7 @@ class ElasticData(SynchronousData):
         else:
             self._given = known_of(dataset, length)
             return self._divide(dataset), length
-        if isinstance(own, ElasticOwnData):
+        if isinstance(own, PerWorkerDataset):
             own.tell = self._log_once
             if self.shards and not made:
                 own.divide = lambda: self._own_part(dataset)
@@ -154,10 +156,11 @@ class ElasticData(SynchronousData):
         """See `SynchronousData._in_step`; also of a worker that is alone."""
         if OWN_DATA.get(dataset) is None:
             return dataset, length
-        own = self.per_worker(self._workers, self._timer, dataset)
+        own = PerWorkerDataset(self._workers, self._timer, dataset)
         return own, Consensus(self._workers).longest(length)
 
-    def _divide(self, dataset: Any) -> Any:
+    def _divide(self, dataset: Any, head: Any = None) -> Any:
+        del head
         return ElasticDataset(self._workers, dataset, self._same.wrap)
 
     def _own_part(self, dataset: Any) -> Any:
