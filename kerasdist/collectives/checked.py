@@ -300,6 +300,9 @@ class CheckedCommunicator(Communicator):
         ):
             self._barrier(*call)
 
+    def prepare(self) -> None:
+        """Do what comes before the first collective; all ranks call it."""
+
     # The rest of the contract.
 
     def abort(self, error: errors.CollectiveError | None = None) -> None:

@@ -23,7 +23,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.cluster.schedulers import MPI_VARIABLES
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.row_exchange import Array, octets
+from kerasdist.collectives.row_exchange import Array
 from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import (
@@ -42,21 +42,6 @@ _HEADER_TAG = 1
 _EAGER_SECONDS = 0.0005
 _PAUSE_SECONDS = 0.0002
 _STARTED = (*MPI_VARIABLES, "MPI_LOCALNRANKS")
-_TYPES = {
-    "bool": "UINT8_T",
-    "int8": "INT8_T",
-    "int16": "INT16_T",
-    "int32": "INT32_T",
-    "int64": "INT64_T",
-    "uint8": "UINT8_T",
-    "uint16": "UINT16_T",
-    "uint32": "UINT32_T",
-    "uint64": "UINT64_T",
-    "float32": "FLOAT",
-    "float64": "DOUBLE",
-    "complex64": "C_FLOAT_COMPLEX",
-    "complex128": "C_DOUBLE_COMPLEX",
-}
 
 
 def transport_for(cluster: Cluster, transport: str) -> str:
@@ -262,17 +247,12 @@ class MpiCommunicator(CheckedCommunicator):
 
     def _all_reduce(self, flat: Array, op: str, deadline: Deadline) -> Array:
         result = np.empty_like(flat)
-        kind = getattr(self._mpi, _TYPES[flat.dtype.name])
+        # MPI has no minimum and maximum of its own type for bool.
+        kind = np.dtype(np.uint8) if flat.dtype == bool else flat.dtype
+        given, into = flat.view(kind), result.view(kind)
         how = getattr(self._mpi, op.upper())
         self._finish(
-            lambda: self._comm.Iallreduce(
-                [octets(flat), flat.size, kind],
-                [octets(result), result.size, kind],
-                how,
-            ),
-            deadline,
-            flat,
-            result,
+            lambda: self._comm.Iallreduce(given, into, how), deadline, given, into
         )
         return result
 
