@@ -301,7 +301,7 @@ class CheckedCommunicator(Communicator):
             self._barrier(*call)
 
     def prepare(self) -> None:
-        """Do what comes before the first collective; all ranks call it."""
+        """Prepare the first collective; all ranks call it, when they are connected."""
 
     # The rest of the contract.
 

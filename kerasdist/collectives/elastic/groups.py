@@ -269,7 +269,7 @@ def catch_up(group: Group, decision: Decision, kept: Result | None) -> Result | 
         return None
     root = group.members.index(verdict.furthest[0])
     mine = group.communicator.rank == root
-    number = verdict.progress.step
+    number = verdict.progress
     arrays = kept.arrays if mine and kept is not None else []
     facts = json.dumps([[a.dtype.name, list(a.shape)] for a in arrays]).encode()
 
