@@ -32,7 +32,6 @@ from kerasdist.collectives.elastic.epochs import (
     Leave,
     Member,
     Message,
-    Progress,
     Received,
     Send,
     Silent,
@@ -287,7 +286,7 @@ class MembershipService:
             epoch: The epoch of the group that finished it.
             number: Its number in the job, over all epochs.
         """
-        return self._done(Finished(epoch, Progress(number)))
+        return self._done(Finished(epoch, number))
 
     def fetched(self, epoch: int, number: int, keep: Callable[[], None]) -> bool:
         """Report the result of a collective that another member has finished.
@@ -301,7 +300,7 @@ class MembershipService:
             Whether it is.
         """
         with self._lock:
-            used = self._done(Fetched(epoch, Progress(number)))
+            used = self._done(Fetched(epoch, number))
             if used:
                 keep()
         return used

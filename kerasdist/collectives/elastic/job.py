@@ -442,7 +442,7 @@ class ElasticJob:
         with self._lock:
             # Else the next change has begun.
             if not connecting.ended:
-                self.communicator.resume(group, decision.verdict.progress.step)
+                self.communicator.resume(group, decision.verdict.progress)
         self._tell(group, pause)
         if text and group.communicator.rank == 0:
             log.log_in_background(logging.WARNING, "kerasdist: %s", text)

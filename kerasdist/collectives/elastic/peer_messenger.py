@@ -46,7 +46,7 @@ from kerasdist.transport.framing import (
     to_object,
     unexpected,
 )
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import dial_address
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import missing_error
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
@@ -553,7 +553,7 @@ class PeerMessenger:
             "seconds": None if self.patience is None else self.patience.remaining(),
         }
         address = self._addresses[to.id]
-        return dial_tcp(address, self._secret, hello, _limit(deadline), self._stop)
+        return dial_address(address, self._secret, hello, _limit(deadline), self._stop)
 
     def _deliver(self, to: Member, waiting: queue.SimpleQueue[bytes | None]) -> None:
         """Send the messages to one member, in order."""

@@ -46,7 +46,7 @@ from kerasdist.transport.framing import FrameType, read_record, to_object
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import (
     Refused,
-    dial,
+    dial_address,
     hello_of,
     register,
     retry,
@@ -184,7 +184,10 @@ class NetworkConnection(ServerConnection):
         name = roster.unix_name if shared else None
         try:
             channel = self._retry(
-                lambda: dial(name, self.address, secret, data, deadline, stop), deadline
+                lambda: dial_address(
+                    *(self.address, secret, data, deadline, stop), unix_name=name
+                ),
+                deadline,
             )
         except BaseException:
             control.close()

@@ -311,13 +311,19 @@ class DataChoice:
     Args:
         mode: "auto", "same" or "chief".
         log_once: Logs a line on the chief, given the kind of data and a line.
+        explain: Returns the error that is raised in place of one.
 
     Attributes:
-        mode: The argument.
+        mode, explain: The arguments.
     """
 
-    def __init__(self, mode: str, log_once: Callable[[str, str], None]) -> None:
-        self.mode = mode
+    def __init__(
+        self,
+        mode: str,
+        log_once: Callable[[str, str], None],
+        explain: Callable[[ValueError], ValueError] = lambda error: error,
+    ) -> None:
+        self.mode, self.explain = mode, explain
         self._log_once = log_once
         self._seen = Seen(), Seen()  # of whole rows, of their x
         self._proved = ""
@@ -362,7 +368,8 @@ class DataChoice:
             return ""
         same_data = len({(theirs["x"], theirs["rest"]) for theirs in every}) == 1
         if self.mode == "same" or same_data:
-            raise different(others, [theirs["settings"] for theirs in every])
+            settings_of_all = [theirs["settings"] for theirs in every]
+            raise self.explain(different(others, settings_of_all))
         forms = [theirs["form"] for theirs in every if theirs["form"]]
         if any(form != forms[0] for form in forms):
             named = zip(ranks, every, strict=True)

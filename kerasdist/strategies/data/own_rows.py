@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras.data.arrays import CountedData
 from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline
 from kerasdist._tf.variables import OWN_DATA
@@ -54,45 +55,112 @@ from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 # lengths may differ. A worker whose dataset has ended continues with empty batches,
 # which weigh nothing, until all have ended: so no worker waits for one that has left.
 # Each batch costs one small collective. The same holds for datasets that are divided by
-# file, see `own_rows`; there a worker without any data is an error.
+# file, see `own_part`; there a worker without any data is an error.
+#
+# Where workers may be lost, the others can't read a lost worker's data: what it hasn't
+# trained on in this epoch is skipped, and one line reports that. A dataset that is
+# divided by file is divided among the present workers at the beginning of each pass.
 
 # TensorFlow's message on each rank that has a file; the last of them has seen all.
 _TOO_FEW_FILES = re.compile(r"the dataset only has (\d+) file")
 
 
-class PerWorkerDataset:
-    """The iterable for Keras in place of a worker's own distributed dataset."""
+class PerWorkerDataset(CountedData):
+    """The iterable for Keras in place of a worker's own distributed dataset.
+
+    Args:
+        workers: The connected workers.
+        timer: Measures steps, and the time of waiting.
+        dataset: The worker's own dataset.
+
+    Attributes:
+        dataset: See above.
+        divide: Returns the worker's own part of data that all workers have; None: each
+            worker has its own in any case.
+        tell: Prints a line for the user, given its kind; None: no worker may be lost.
+    """
+
+    divide: Callable[[], Any] | None = None
+    tell: Callable[[str, str], None] | None = None
 
     def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
-        self._workers, self._timer = workers, timer
-        self._dataset = dataset
+        self.workers, self.timer, self.dataset = workers, timer, dataset
+        self._layout = workers.layout
+        self._lost = 0
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self._workers, self._timer, self._dataset)
+        if self.divide is not None and self._layout != self.workers.layout:
+            self._layout = self.workers.layout
+            self.dataset = self.divide()
+        self.next_pass()
+        return PerWorkerIterator(self)
+
+    def report(self, lost: int) -> None:
+        """Report workers that were lost in a pass."""
+        self._lost += lost
+        text = (
+            f"kerasdist: {lost} worker(s) with data of their own were lost; their "
+            "batches that are left in this epoch are skipped."
+        )
+        if self.divide is not None:
+            text += " The next epoch's data are divided among the others."
+        if self.tell is not None:
+            self.tell(f"lost data {self._lost}", text)
 
 
 class PerWorkerIterator(FetchedBatches):
-    """One pass over all workers' own datasets."""
+    """One pass over all present workers' own datasets."""
 
-    def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
+    def __init__(self, data: PerWorkerDataset) -> None:
         super().__init__()
-        self._workers, self._timer = workers, timer
-        self._iterator = iter(dataset)
-        self._spec = dataset.element_spec
-        self._by_file = OWN_DATA.get(dataset)
+        self._data, self._workers = data, data.workers
+        self._size = data.workers.size
+        self._iterator = iter(data.dataset)
+        self._spec = data.dataset.element_spec
+        self._by_file = OWN_DATA.get(data.dataset)
         self._last: Any = None
+        self._paused = False
+        # A batch that was read for its form, and not yielded yet.
+        self._ahead: Any = None
+
+    def pause(self, paused: bool) -> bool:
+        """See `BatchIterator.pause`.
+
+        Data that are divided by file are divided again in the next pass.
+        """
+        if paused and self._last is None:
+            optional = self._iterator.get_next_as_optional()
+            if optional.has_value():
+                self._ahead, self._last = optional, optional.get_value()
+        self._paused = paused or self._by_file is True
+        return True
+
+    @property
+    def admits(self) -> bool:
+        """See `BatchIterator.admits`: the first batch by file is another collective."""
+        return self._paused or not self._by_file or self._last is not None
 
     def _fetch(self) -> list[Any]:
+        try:
+            return self._fetch_one()
+        finally:
+            # At the end of the data, too, of which the lost worker may have had more.
+            before, self._size = self._size, self._workers.size
+            if self._size < before:
+                self._data.report(before - self._size)
+
+    def _fetch_one(self) -> list[Any]:
+        timer = self._data.timer
         begin = time.time()
-        optional = self._next_own()
-        here = bool(optional.has_value())
+        optional = None if self._paused else self._next_own()
+        here = optional is not None and bool(optional.has_value())
         fetched = time.time()
-        self._timer.waited(fetched - begin)
+        timer.waited(fetched - begin)
         any_left = Consensus(self._workers).any_of(here)
-        self._timer.waited(time.time() - fetched, others=True)
+        timer.waited(time.time() - fetched, others=True)
         if not any_left:
             raise StopIteration
-        if here:
+        if optional is not None and here:
             self._last = optional.get_value()
             return [self._last]
         if self._last is None:
@@ -108,6 +176,9 @@ class PerWorkerIterator(FetchedBatches):
 
     def _next_own(self) -> Any:
         """Return this worker's next batch as an optional."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return ahead
         if self._by_file and self._last is None:
             return self._first_by_file()
         return self._iterator.get_next_as_optional()

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras.data.arrays import ArrayData
 from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._keras.elastic.training_state import CheckpointFile
-from kerasdist._keras.protocols import KerasHooks, StepTimer
+from kerasdist._keras.protocols import KerasHooks
 from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
-from kerasdist.strategies.data.choice import SameBatches, in_elastic_job
-from kerasdist.strategies.data.own_rows import has_own_policy, is_by_file
+from kerasdist.strategies.data.choice import in_elastic_job
+from kerasdist.strategies.data.own_rows import (
+    PerWorkerDataset,
+    has_own_policy,
+    is_by_file,
+)
 from kerasdist.strategies.elastic_data import (
     OWN_PASS,
     SHARED_PASS,
     CountedDataset,
     ElasticArrays,
     ElasticDataset,
-    ElasticOwnData,
 )
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.reduce.consensus import Consensus
-from kerasdist.strategies.sync.data import SharingExtended, SynchronousData, known_of
+from kerasdist.strategies.sync.data import SynchronousData
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
 # The data of one worker whose job is elastic: another start may continue with them.
@@ -78,29 +77,10 @@ class ElasticData(SynchronousData):
     """
 
     array_epochs = ElasticArrays
-    per_worker = ElasticOwnData
     makes_own_rows = False  # which are its own may change at any step
-
-    def __init__(
-        self,
-        extended: SharingExtended,
-        timer: StepTimer,
-        options: Options,
-        log_once: Callable[[str, str], None],
-    ) -> None:
-        options = dataclasses.replace(options, data="same")
-        super().__init__(extended, timer, options, log_once)
-        self._same = SameBatches(self._workers, in_elastic_job)
-
-    def verify_or_adopt_batch(self, batch: Any) -> Any:
-        """See `SynchronousData.verify_or_adopt_batch`."""
-        with _explaining():
-            return super().verify_or_adopt_batch(batch)
-
-    def agree(self, data: ArrayData) -> int:
-        """See `SynchronousData.agree`."""
-        with _explaining():
-            return super().agree(data)
+    may_be_joined = True
+    data_mode = "same"
+    explain = staticmethod(in_elastic_job)
 
     def distribute_items(self, data: ItemData) -> None:
         """Compare the items of all workers; each reads all of them, see `DataHooks`.
@@ -109,8 +89,7 @@ class ElasticData(SynchronousData):
             ValueError: The workers were given different data.
         """
         orders = self.orders
-        with _explaining():
-            super().distribute_items(data)
+        super().distribute_items(data)
         # The order is drawn next, also by a worker that is alone and compares nothing.
         self.orders = orders
 
@@ -126,55 +105,29 @@ class ElasticData(SynchronousData):
         # It is divided again when the workers change.
         whole = WHOLE_DATA.get(dataset)
         dataset = dataset if whole is None else whole
-        made = isinstance(dataset, tf.distribute.DistributedDataset)
-        if made or self._workers.communicator.size > 1:
-            own, length = super().distribute_dataset(
-                dataset, length, generator, is_items=is_items
-            )
-        elif not self.shards:
-            own, length = self._divide_own(dataset, length)
-        elif has_own_policy(dataset):
-            # As when there are others, which may join.
-            self._given = known_of(dataset, length)
-            part = self._extended.distribute_parts(
-                dataset.prefetch(tf.data.AUTOTUNE), complete=False
-            )
-            OWN_DATA.set(part, is_by_file(dataset))
-            own, length = self._in_step(part, length)
-        else:
-            self._given = known_of(dataset, length)
-            return self._divide(dataset), length
-        if isinstance(own, ElasticOwnData):
+        own, length = super().distribute_dataset(
+            dataset, length, generator, is_items=is_items
+        )
+        if isinstance(own, PerWorkerDataset):
             own.tell = self._log_once
+            made = isinstance(dataset, tf.distribute.DistributedDataset)
             if self.shards and not made:
                 own.divide = lambda: self._own_part(dataset)
         return own, length
 
-    def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
-        """See `SynchronousData._in_step`; also of a worker that is alone."""
-        if OWN_DATA.get(dataset) is None:
-            return dataset, length
-        own = self.per_worker(self._workers, self._timer, dataset)
-        return own, Consensus(self._workers).longest(length)
-
-    def _divide(self, dataset: Any) -> Any:
+    def _divide(self, dataset: Any, head: Any = None) -> Any:
+        del head
         return ElasticDataset(self._workers, dataset, self._same.wrap)
 
-    def _own_part(self, dataset: Any) -> Any:
-        """Return this worker's part of a dataset that is divided by file."""
-        own = self._extended.distribute_own(dataset)
-        if own is not None:
-            return own
-        return self._extended.distribute_parts(dataset, complete=False)
-
-
-@contextlib.contextmanager
-def _explaining() -> Iterator[None]:
-    """Raise errors about data that differ with the remedies of an elastic job."""
-    try:
-        yield
-    except ValueError as error:
-        raise in_elastic_job(error) from error.__cause__
+    def _own_part(self, dataset: Any) -> Any | None:
+        own = super()._own_part(dataset)
+        if own is None and has_own_policy(dataset):
+            # All of it is the part of a worker that is alone until others join.
+            own = self._extended.distribute_parts(
+                dataset.prefetch(tf.data.AUTOTUNE), complete=False
+            )
+            OWN_DATA.set(own, is_by_file(dataset))
+        return own
 
 
 class ElasticExtended(SynchronousExtended):
