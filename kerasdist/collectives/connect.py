@@ -19,7 +19,7 @@ from kerasdist.collectives.ring import (
 )
 from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
 from kerasdist.transport.base import Aborted
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -82,9 +82,7 @@ class Job:
         A failed job can't be used any more, but a script may hold its strategy for
         long: sockets and memory are released all the same.
         """
-        threading.Thread(
-            target=self._close_later, name="kerasdist-closer", daemon=True
-        ).start()
+        daemon("kerasdist-closer", self._close_later).start()
 
     def _close_later(self) -> None:
         if not self._closing.wait(_LINGER_SECONDS):

@@ -27,7 +27,7 @@ from kerasdist.collectives.communicator import copy_to_raise, explain
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.row_exchange import itemsize
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, daemon
 from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.rendezvous.bind import narrow, on_free_port, report_unprotected
@@ -143,7 +143,7 @@ class CollectiveDeadlines:
         self._stopped = False
         self._closed = False
         self._idle = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = daemon(name, self._run)
         self._thread.start()
 
     def begin(self, call: Call, deadline: Deadline) -> None:

@@ -47,6 +47,7 @@ from kerasdist.collectives.elastic.peer_messenger import (
     Startup,
     discover_members,
 )
+from kerasdist.transport.deadline import daemon
 
 # Looks for members, each in a thread of its own: a contact takes seconds.
 #
@@ -142,7 +143,7 @@ class PeerProbes:
         self._start(look)
 
     def _start(self, look: Callable[[], None]) -> None:
-        threading.Thread(target=look, name="kerasdist-contact", daemon=True).start()
+        daemon("kerasdist-contact", look).start()
 
 
 _TICK_SECONDS = 1.0
@@ -221,9 +222,7 @@ class MembershipService:
             lines.members = decision.epoch.members
         lines.receive = self._received
         lines.replaced = self._replaced
-        self._thread = threading.Thread(
-            target=self._run, name="kerasdist-agreement", daemon=True
-        )
+        self._thread = daemon("kerasdist-agreement", self._run)
         self._thread.start()
 
     # For the communicator and the groups.

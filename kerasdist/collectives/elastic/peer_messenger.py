@@ -38,7 +38,7 @@ from kerasdist.collectives.elastic.epochs import (
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.framing import (
     FrameType,
     read_record,
@@ -535,7 +535,7 @@ class PeerMessenger:
             finally:
                 self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = daemon(name, run)
         self._threads.add(thread)
         thread.start()
 

@@ -62,6 +62,7 @@ from kerasdist.strategies.data.encoding import (
     unpack,
 )
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+from kerasdist.transport.deadline import daemon
 
 # Batches that are kept ready.
 _AHEAD = 8
@@ -198,9 +199,7 @@ class _Reader:
         # Batches; after the last one text: the error that has ended them, or none.
         self._ready: queue.Queue[list[Encoded] | str] = queue.Queue(_AHEAD)
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._read, name="kerasdist-chief-data", daemon=True
-        )
+        self._thread = daemon("kerasdist-chief-data", self._read)
         self._thread.start()
         close_at_end(self)
 
