@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import (
@@ -117,6 +117,18 @@ class Peer:
     def __str__(self) -> str:
         """Return its name, for instance `rank 2 (10.0.0.3:2222)`."""
         return f"rank {self.rank} ({self.address})"
+
+
+class Collective(NamedTuple):
+    """One collective, as this rank takes part in it.
+
+    Attributes:
+        call: Its fingerprint, which the other ranks must have, too.
+        deadline: When to give up.
+    """
+
+    call: Call
+    deadline: Deadline
 
 
 class TransportFault(Exception):

@@ -41,12 +41,12 @@ from kerasdist.parameter_server.server.registration import PURPOSE
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport import log
 from kerasdist.transport.base import Aborted, Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.framing import FrameType, read_record, to_object
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import (
     Refused,
-    dial,
+    dial_address,
     hello_of,
     register,
     retry,
@@ -184,7 +184,10 @@ class NetworkConnection(ServerConnection):
         name = roster.unix_name if shared else None
         try:
             channel = self._retry(
-                lambda: dial(name, self.address, secret, data, deadline, stop), deadline
+                lambda: dial_address(
+                    *(self.address, secret, data, deadline, stop), unix_name=name
+                ),
+                deadline,
             )
         except BaseException:
             control.close()
@@ -237,11 +240,8 @@ class NetworkConnection(ServerConnection):
             self._lost(reason)
         else:
             # The server waits for its workers; this one may be busy for long.
-            self._reviver = threading.Thread(
-                target=self._revive,
-                args=(generation,),
-                name=f"kerasdist-reviver {self.index}",
-                daemon=True,
+            self._reviver = daemon(
+                f"kerasdist-reviver {self.index}", self._revive, generation
             )
             self._reviver.start()
 
@@ -330,12 +330,7 @@ class InProcessConnection(ServerConnection):
         handler.membership.enter(worker, None)
         if handler.snapshotter is not None:
             handler.snapshotter.start()
-        self._thread = threading.Thread(
-            target=handler.serve,
-            args=(worker, theirs),
-            name="kerasdist-server",
-            daemon=True,
-        )
+        self._thread = daemon("kerasdist-server", handler.serve, worker, theirs)
         self._thread.start()
 
     def __str__(self) -> str:

@@ -65,7 +65,7 @@ from kerasdist.parameter_server.server.registration import (
 )
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.deadline import Deadline, Timeouts, daemon
 from kerasdist.transport.framing import (
     FrameType,
     read_record,
@@ -584,11 +584,11 @@ class ParameterServer(ServerTask):
                 connection.close()
                 return
             channel = SocketChannel(connection, shared=hello.shared)
-            thread = threading.Thread(
-                target=self._answer,
-                args=(worker, channel),
-                name=f"kerasdist-server {self.index} rank {rank}",
-                daemon=True,
+            thread = daemon(
+                f"kerasdist-server {self.index} rank {rank}",
+                self._answer,
+                worker,
+                channel,
             )
             self._serving[hello.incarnation] = channel, thread
             thread.start()
