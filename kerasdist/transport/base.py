@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
 from typing import Any, NamedTuple
 
@@ -105,6 +106,17 @@ class Connection:
         """Read one frame that holds a JSON object. Raises as `read`."""
         kind, payload = self.read(deadline)
         return kind, to_json(payload)
+
+
+def connection_pair(
+    first: socket.socket, second: socket.socket
+) -> tuple[Connection, Connection]:
+    """Return both ends of a connection in this process, of two connected sockets."""
+    one, other = os.urandom(32), os.urandom(32)
+    return (
+        Connection(first, FrameAuthenticator(one, other)),
+        Connection(second, FrameAuthenticator(other, one)),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
