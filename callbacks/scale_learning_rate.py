@@ -235,7 +235,8 @@ class ScaleLearningRate(JobCallback):
             if scaling is None:
                 continue
             taken = int(steps_of(optimizer).numpy())
-            last = (taken + scaling.shift, scaling.steps) if scaling.steps else None
+            _, steps, shift = scaling.values
+            last = (taken + shift, steps) if steps else None
             behind = taken
             if self.warmup_steps is None:
                 behind = steps_behind(

@@ -31,7 +31,6 @@ from kerasdist.collectives.elastic.epochs import (
     Install,
     Member,
     Message,
-    Progress,
     Received,
     Send,
     decode,
@@ -113,7 +112,7 @@ class Job:
         self.deliver()
         for step in (1, 2):
             for member in others:
-                self.handle(member, Finished(0, Progress(step)))
+                self.handle(member, Finished(0, step))
             self.deliver()
 
 

@@ -168,19 +168,10 @@ class Scaling:
         self._shift.assign(shift)
 
     @property
-    def target(self) -> float:
-        """The factor after the warm-up."""
-        return float(self._target.numpy())
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the warm-up."""
-        return int(self._steps.numpy())
-
-    @property
-    def shift(self) -> int:
-        """See `set`."""
-        return int(self._shift.numpy())
+    def values(self) -> tuple[float, int, int]:
+        """What was `set`."""
+        target, steps, shift = self._target, self._steps, self._shift
+        return float(target.numpy()), int(steps.numpy()), int(shift.numpy())
 
     def factor(self, optimizer: Any) -> Any:
         """Return the factor of the next step; float32, scalar."""
@@ -264,7 +255,7 @@ def rates_of(trainer: Any) -> dict[str, Any]:
     return {
         "rates": [base_rate(each) for each in settable(trainer)],
         # The arguments of `Scaling.set`.
-        "factors": [s and [s.target, s.steps, s.shift] for s in scalings],
+        "factors": [s and list(s.values) for s in scalings],
     }
 
 

@@ -147,7 +147,22 @@ class StateHooks:
     sum_over_workers: Callable[[Sequence[Any]], list[Any]]
 
 
-class DataHooks(Protocol):
+class DataDivision(Protocol):
+    """The iterables over the data that Keras is given, by their kinds."""
+
+    def distribute_arrays(self, data: Any) -> Any: ...
+    def distribute_items(self, data: Any) -> Any | None: ...
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
+    ) -> tuple[Any, int | None]: ...
+
+
+class DataHooks(DataDivision, Protocol):
     """The division of data among workers; see `strategies.sync.data`.
 
     Attributes:
@@ -162,16 +177,6 @@ class DataHooks(Protocol):
     @property
     def length_unknown(self) -> bool: ...
 
-    def distribute_arrays(self, data: Any) -> Any: ...
-    def distribute_items(self, data: Any) -> Any | None: ...
-    def distribute_dataset(
-        self,
-        dataset: Any,
-        length: int | None,
-        generator: Any = None,
-        *,
-        is_items: bool = False,
-    ) -> tuple[Any, int | None]: ...
     def order_of_epochs(self) -> Callable[[int, int], Any]: ...
     def describe(self) -> str: ...
     def own_rows(self, batch: Any) -> Any: ...
@@ -183,12 +188,9 @@ class DataHooks(Protocol):
         """End an epoch of `fit`; all workers call it."""
 
 
-class AsyncDataHooks(Protocol):
+class AsyncDataHooks(DataDivision, Protocol):
     """Batches for the first worker that is free; see `AsyncExtended`."""
 
-    def distribute_arrays(self, data: Any) -> Any: ...
-    def distribute_items(self, data: Any) -> Any: ...
-    def distribute_dataset(self, dataset: Any, length: int | None) -> Any: ...
     def describe(self) -> str: ...
     def end_batches(self) -> None: ...
 

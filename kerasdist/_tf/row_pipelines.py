@@ -215,10 +215,7 @@ class RowPipeline:
             (tf.data.Dataset.from_tensors(0).repeat(), tf.data.Dataset.zip(window))
         )
         rows = self.make_rows(elements).map(_second)
-        if self.drop_remainder:
-            rows = rows.batch(self.batch_size, drop_remainder=True)
-        else:
-            rows = rows.batch(self.batch_size)
+        rows = rows.batch(self.batch_size, drop_remainder=self.drop_remainder)
         return rows.get_single_element()
 
     def batches(self, windows: Any) -> Any:

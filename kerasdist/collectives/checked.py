@@ -33,7 +33,7 @@ from kerasdist.collectives.row_exchange import (
     itemsize,
     octets,
 )
-from kerasdist.transport.base import Peer
+from kerasdist.transport.base import Collective, Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -171,12 +171,12 @@ class CheckedCommunicator(Communicator):
                 source = FusedBuffer(parts, scale, plain)
                 elements = source.elements
                 with (
-                    self._calling("all_reduce", op, name, elements, detail) as call,
+                    self._calling("all_reduce", op, name, elements, detail) as one,
                     # An overflow is infinite, on all ranks: one of them mustn't warn
                     # of it or, if numpy is set to, raise an error.
                     np.errstate(all="ignore"),
                 ):
-                    flat = self._reduce(source, lend, *call)
+                    flat = self._reduce(source, lend, one)
                 if lend:
                     flat.flags.writeable = False
                 for i, start in zip(indices, starts, strict=True):
@@ -191,15 +191,15 @@ class CheckedCommunicator(Communicator):
         shape = mine.shape or (1,)
         mine = np.ascontiguousarray(mine).reshape(shape)
         with self._user_call([(name, shape[1:])]) as detail:
-            with self._calling("all_gather", "none", "int64", 1, detail) as call:
+            with self._calling("all_gather", "none", "int64", 1, detail) as one:
                 rows = np.zeros(self.size, np.int64)
                 rows[self.rank] = shape[0]
-                self._gather([octets(rows[r : r + 1]) for r in range(self.size)], *call)
+                self._gather([octets(rows[r : r + 1]) for r in range(self.size)], one)
             out = [np.empty((int(count), *shape[1:]), mine.dtype) for count in rows]
             out[self.rank][...] = mine
             elements = sum(part.size for part in out)
-            with self._calling("all_gather", "none", name, elements, detail) as call:
-                self._gather([octets(part) for part in out], *call)
+            with self._calling("all_gather", "none", name, elements, detail) as one:
+                self._gather([octets(part) for part in out], one)
         return out
 
     def exchange_rows(
@@ -222,23 +222,23 @@ class CheckedCommunicator(Communicator):
         headers = np.zeros((self.size, exchange.header_bytes), np.uint8)
         with self._user_call(shapes) as detail, np.errstate(all="ignore"):
             size = headers.size
-            with self._calling("all_gather", "none", "uint8", size, detail) as call:
+            with self._calling("all_gather", "none", "uint8", size, detail) as one:
                 note = self._free_memories() if lend else 0
                 exchange.write_header(headers[self.rank], note)
-                self._gather([octets(header) for header in headers], *call)
+                self._gather([octets(header) for header in headers], one)
                 small = exchange.read(headers)
             size = exchange.result_bytes
             if size:
-                with self._calling("all_gather", "none", "uint8", size, detail) as call:
-                    gathered = self._gather_rows(exchange, size, lend, *call)
+                with self._calling("all_gather", "none", "uint8", size, detail) as one:
+                    gathered = self._gather_rows(exchange, size, lend, one)
             else:
                 gathered = exchange.join(exchange.buffers())
             whole = []
             for place in exchange.whole:
                 source = FusedBuffer([exchange.table(place)])
                 name, elements = source.dtype.name, source.elements
-                with self._calling("all_reduce", "sum", name, elements, detail) as call:
-                    whole.append(self._reduce(source, lend, *call))
+                with self._calling("all_reduce", "sum", name, elements, detail) as one:
+                    whole.append(self._reduce(source, lend, one))
         return [*exchange.results(gathered, whole), *small]
 
     def _gather_rows(
@@ -246,18 +246,17 @@ class CheckedCommunicator(Communicator):
         exchange: RowExchange,
         size: int,
         lend: bool,
-        call: Call,
-        deadline: Deadline,
+        collective: Collective,
     ) -> list[Array]:
         memory = None
         if lend:
-            memory = self._take(size, exchange.notes, call, deadline)
+            memory = self._take(size, exchange.notes, collective)
         if memory is None:
             buffers = exchange.buffers()
-            self._gather([octets(buffer) for buffer in buffers], call, deadline)
+            self._gather([octets(buffer) for buffer in buffers], collective)
             return exchange.join(buffers)
         gathered = exchange.write(memory)
-        self._barrier(call, deadline)
+        self._barrier(collective)
         for array in gathered:
             array.flags.writeable = False
         return gathered
@@ -282,9 +281,9 @@ class CheckedCommunicator(Communicator):
                 start += len(part)
         with (
             self._user_call(shapes) as detail,
-            self._calling("broadcast", "none", "uint8", total, detail, root) as call,
+            self._calling("broadcast", "none", "uint8", total, detail, root) as one,
         ):
-            self._broadcast(octets(flat), root, *call)
+            self._broadcast(octets(flat), root, one)
         results, start = [], 0
         for array in arrays:
             copied = flat[start : start + array.nbytes].copy()
@@ -296,9 +295,12 @@ class CheckedCommunicator(Communicator):
         """See `Communicator.barrier`."""
         with (
             self._user_call([]) as detail,
-            self._calling("barrier", "none", "none", 0, detail) as call,
+            self._calling("barrier", "none", "none", 0, detail) as one,
         ):
-            self._barrier(*call)
+            self._barrier(one)
+
+    def prepare(self) -> None:
+        """Prepare the first collective; all ranks call it, when they are connected."""
 
     # The rest of the contract.
 
@@ -361,17 +363,15 @@ class CheckedCommunicator(Communicator):
         self._recorder = recorder
 
     @abc.abstractmethod
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
+    def _reduce(self, source: FusedBuffer, lend: bool, collective: Collective) -> Array:
         """Return a new array: the source's elements, reduced over all ranks.
 
-        The operation is `call.op`. If `lend`, other ranks may read the array's memory,
-        too.
+        The operation is that of the call. If `lend`, other ranks may read the array's
+        memory, too.
         """
 
     @abc.abstractmethod
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+    def _gather(self, views: list[memoryview], collective: Collective) -> None:
         """Fill all views but this rank's own, which is sent to the others."""
 
     def _free_memories(self) -> int:
@@ -379,26 +379,23 @@ class CheckedCommunicator(Communicator):
         return 0
 
     def _take(
-        self, size: int, notes: Sequence[int], call: Call, deadline: Deadline
+        self, size: int, notes: Sequence[int], collective: Collective
     ) -> Array | None:
         """Return aligned memory of bytes that all ranks share; None: there is none.
 
         Args:
             size: In bytes.
             notes: All ranks' results of `_free_memories`, in this collective.
-            call: The collective.
-            deadline: Its deadline.
+            collective: The collective.
         """
         return None
 
     @abc.abstractmethod
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
+    def _broadcast(self, view: memoryview, root: int, collective: Collective) -> None:
         """Fill the view with the root's, except at the root."""
 
     @abc.abstractmethod
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
+    def _barrier(self, collective: Collective) -> None:
         """Return when all ranks have called it."""
 
     @abc.abstractmethod
@@ -439,7 +436,7 @@ class CheckedCommunicator(Communicator):
         elements: int,
         detail: int,
         root: int = 0,
-    ) -> Iterator[tuple[Call, Deadline]]:
+    ) -> Iterator[Collective]:
         if self._failure is not None:
             raise copy_to_raise(self._failure)
         if self._closed:
@@ -453,7 +450,7 @@ class CheckedCommunicator(Communicator):
         recorder = self._recorder
         begin = 0 if recorder is None else now()
         try:
-            yield call, Deadline(self.timeout)
+            yield Collective(call, Deadline(self.timeout))
         except BaseException as error:
             self._give_up(error, call)
             raise
@@ -533,23 +530,19 @@ class SingleCommunicator(CheckedCommunicator):
     def __init__(self, address: str = "this worker") -> None:
         super().__init__(0, [Peer(0, address)], Supervisor(), 1.0)
 
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
+    def _reduce(self, source: FusedBuffer, lend: bool, collective: Collective) -> Array:
         elements, dtype = source.elements, source.dtype
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
         return flat
 
-    def _gather(
-        self, views: list[memoryview], call: Call, deadline: Deadline
-    ) -> None: ...
+    def _gather(self, views: list[memoryview], collective: Collective) -> None: ...
 
     def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
+        self, view: memoryview, root: int, collective: Collective
     ) -> None: ...
 
-    def _barrier(self, call: Call, deadline: Deadline) -> None: ...
+    def _barrier(self, collective: Collective) -> None: ...
 
     def _abort(self) -> None: ...
 

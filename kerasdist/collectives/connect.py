@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ from kerasdist.collectives.ring import (
 )
 from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
 from kerasdist.transport.base import Aborted
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.liveness.announcements import Announcements
 from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -81,9 +82,7 @@ class Job:
         A failed job can't be used any more, but a script may hold its strategy for
         long: sockets and memory are released all the same.
         """
-        threading.Thread(
-            target=self._close_later, name="kerasdist-closer", daemon=True
-        ).start()
+        daemon("kerasdist-closer", self._close_later).start()
 
     def _close_later(self) -> None:
         if not self._closing.wait(_LINGER_SECONDS):
@@ -141,7 +140,7 @@ def connect(
     replicas: int = 1,
     settings: dict[str, Any] | None = None,
     host: str | None = None,
-    native: Callable[[CheckedCommunicator, Supervisor], CheckedCommunicator]
+    native: Callable[[SocketTransport, Supervisor, float], CheckedCommunicator]
     | None = None,
     name: str | None = None,
     watch: Callable[[errors.CollectiveError], None] | None = None,
@@ -160,8 +159,9 @@ def connect(
         replicas: Number of this worker's replicas.
         settings: Further settings that must be the same on all workers.
         host: Overrides the identity of this worker's host, for tests.
-        native: For "native": makes the communicator from a TCP ring. An argument,
-            because this module doesn't import TensorFlow.
+        native: For "native": makes the communicator of a ring's connections, as
+            `RingCommunicator`. An argument, because this module doesn't import
+            TensorFlow.
         name: A name for the session, the same on all workers and used once; by
             default they count their sessions.
         watch: Called with the job's first failure, from another thread, in place of
@@ -234,18 +234,14 @@ def connect(
             Reporter(session.name, session.rank) if watch is None else None,
             log=watch is None,
         )
+        ring = native if chosen == "native" and native else RingCommunicator
         build = {
             "shared_memory": _shared,
-            "tcp": _ring,
-            "native": _ring,
             "hierarchical": _hierarchical,
-        }[chosen]
+        }.get(chosen, functools.partial(_ring, ring))
         communicator = build(session, supervisor)
         parts.append(communicator)
-        if chosen == "native" and native is not None:
-            communicator = native(communicator, supervisor)
-            parts.append(communicator)
-            communicator.barrier()
+        communicator.prepare()
     except BaseException as error:
         failure = None if supervisor is None else supervisor.failure
         if supervisor is not None:
@@ -294,11 +290,13 @@ def _shared(session: Session, supervisor: FailureDetector) -> CheckedCommunicato
     )
 
 
-def _ring(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
-    ranks = list(range(session.size))
-    return RingCommunicator(
-        _circle(session, ranks), supervisor, session.timeouts.collective
-    )
+def _ring(
+    kind: Callable[[SocketTransport, Supervisor, float], CheckedCommunicator],
+    session: Session,
+    supervisor: FailureDetector,
+) -> CheckedCommunicator:
+    circle = _circle(session, list(range(session.size)))
+    return kind(circle, supervisor, session.timeouts.collective)
 
 
 def _hierarchical(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:

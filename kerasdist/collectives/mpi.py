@@ -23,12 +23,17 @@ from kerasdist.cluster import Cluster
 from kerasdist.cluster.schedulers import MPI_VARIABLES
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.row_exchange import Array, octets
-from kerasdist.transport.base import Aborted, CallMismatch, Peer, PeerSilent
+from kerasdist.collectives.row_exchange import Array
+from kerasdist.transport.base import (
+    Aborted,
+    CallMismatch,
+    Collective,
+    Peer,
+    PeerSilent,
+)
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import (
     HEADER_BYTES,
-    Call,
     FrameType,
     pack_header,
     unpack_header,
@@ -42,21 +47,6 @@ _HEADER_TAG = 1
 _EAGER_SECONDS = 0.0005
 _PAUSE_SECONDS = 0.0002
 _STARTED = (*MPI_VARIABLES, "MPI_LOCALNRANKS")
-_TYPES = {
-    "bool": "UINT8_T",
-    "int8": "INT8_T",
-    "int16": "INT16_T",
-    "int32": "INT32_T",
-    "int64": "INT64_T",
-    "uint8": "UINT8_T",
-    "uint16": "UINT16_T",
-    "uint32": "UINT32_T",
-    "uint64": "UINT64_T",
-    "float32": "FLOAT",
-    "float64": "DOUBLE",
-    "complex64": "C_FLOAT_COMPLEX",
-    "complex128": "C_DOUBLE_COMPLEX",
-}
 
 
 def transport_for(cluster: Cluster, transport: str) -> str:
@@ -235,15 +225,14 @@ class MpiCommunicator(CheckedCommunicator):
         # MPI may still write into the buffers of a call that was given up.
         self._kept: list[Any] = []
 
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
-        elements, dtype, op = source.elements, source.dtype, call.op
+    def _reduce(self, source: FusedBuffer, lend: bool, collective: Collective) -> Array:
+        elements, dtype, op = source.elements, source.dtype, collective.call.op
+        deadline = collective.deadline
         timer = SpanTimer(self._recorder)
         flat = np.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
         timer.end("pack", flat.nbytes)
-        self._barrier(call, deadline)
+        self._barrier(collective)
         timer.end("wait")
         if dtype.name in ("float16", "bfloat16"):
             return self._floats(flat.astype(np.float32), op, deadline).astype(dtype)
@@ -262,22 +251,17 @@ class MpiCommunicator(CheckedCommunicator):
 
     def _all_reduce(self, flat: Array, op: str, deadline: Deadline) -> Array:
         result = np.empty_like(flat)
-        kind = getattr(self._mpi, _TYPES[flat.dtype.name])
+        # MPI has no minimum and maximum of its own type for bool.
+        kind = np.dtype(np.uint8) if flat.dtype == bool else flat.dtype
+        given, into = flat.view(kind), result.view(kind)
         how = getattr(self._mpi, op.upper())
         self._finish(
-            lambda: self._comm.Iallreduce(
-                [octets(flat), flat.size, kind],
-                [octets(result), result.size, kind],
-                how,
-            ),
-            deadline,
-            flat,
-            result,
+            lambda: self._comm.Iallreduce(given, into, how), deadline, given, into
         )
         return result
 
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
-        self._barrier(call, deadline)
+    def _gather(self, views: list[memoryview], collective: Collective) -> None:
+        self._barrier(collective)
         sizes = [len(view) for view in views]
         starts = np.concatenate([[0], np.cumsum(sizes)])
         mine = np.frombuffer(views[self.rank], np.uint8).copy()
@@ -287,7 +271,7 @@ class MpiCommunicator(CheckedCommunicator):
             lambda: self._comm.Iallgatherv(
                 [mine, mine.size, byte], [every, sizes, starts[:-1].tolist(), byte]
             ),
-            deadline,
+            collective.deadline,
             mine,
             every,
         )
@@ -295,20 +279,19 @@ class MpiCommunicator(CheckedCommunicator):
             if rank != self.rank:
                 view[:] = every[starts[rank] : starts[rank + 1]].data
 
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
-        self._barrier(call, deadline)
+    def _broadcast(self, view: memoryview, root: int, collective: Collective) -> None:
+        self._barrier(collective)
         data = np.frombuffer(view, np.uint8).copy()
         self._finish(
             lambda: self._comm.Ibcast([data, data.size, self._mpi.BYTE], root),
-            deadline,
+            collective.deadline,
             data,
         )
         view[:] = data.data
 
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
+    def _barrier(self, collective: Collective) -> None:
         """Exchange the call's fingerprint with all ranks, which is also a barrier."""
+        call, deadline = collective
         others = [rank for rank in range(self.size) if rank != self.rank]
         mine = bytearray(pack_header(FrameType.DATA, 0, call))
         headers = {rank: bytearray(HEADER_BYTES) for rank in others}

@@ -16,9 +16,7 @@ import numpy as np
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, equal_part, octets, reducer
-from kerasdist.transport.base import Peer
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
+from kerasdist.transport.base import Collective, Peer
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.tracing import Recorder, SpanTimer
@@ -84,24 +82,22 @@ class HierarchicalCommunicator(CheckedCommunicator):
         if self._leaders is not None:
             self._leaders.piece_bytes = size
 
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
-        flat = self._local._reduce(source, False, call, deadline)
+    def _reduce(self, source: FusedBuffer, lend: bool, collective: Collective) -> Array:
+        flat = self._local._reduce(source, False, collective)
         if self._leaders is not None:
-            flat = self._leaders._reduce(FusedBuffer([flat]), False, call, deadline)
-        self._local._broadcast(octets(flat), 0, call, deadline)
+            flat = self._leaders._reduce(FusedBuffer([flat]), False, collective)
+        self._local._broadcast(octets(flat), 0, collective)
         return flat
 
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+    def _gather(self, views: list[memoryview], collective: Collective) -> None:
         mine = self._hosts[self._host]
-        self._local._gather([views[rank] for rank in mine], call, deadline)
+        self._local._gather([views[rank] for rank in mine], collective)
         if self._leaders is not None:
             packed = [
                 memoryview(bytearray().join(views[rank] for rank in ranks))
                 for ranks in self._hosts
             ]
-            self._leaders._gather(packed, call, deadline)
+            self._leaders._gather(packed, collective)
             for host, ranks in enumerate(self._hosts):
                 start = 0
                 for rank in ranks:
@@ -112,25 +108,23 @@ class HierarchicalCommunicator(CheckedCommunicator):
         for host, ranks in enumerate(self._hosts):
             if host != self._host:
                 for rank in ranks:
-                    self._local._broadcast(views[rank], 0, call, deadline)
+                    self._local._broadcast(views[rank], 0, collective)
 
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
+    def _broadcast(self, view: memoryview, root: int, collective: Collective) -> None:
         host = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         if host == self._host:
             place = self._hosts[host].index(root)
-            self._local._broadcast(view, place, call, deadline)
+            self._local._broadcast(view, place, collective)
         if self._leaders is not None:
-            self._leaders._broadcast(view, host, call, deadline)
+            self._leaders._broadcast(view, host, collective)
         if host != self._host:
-            self._local._broadcast(view, 0, call, deadline)
+            self._local._broadcast(view, 0, collective)
 
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._local._barrier(call, deadline)
+    def _barrier(self, collective: Collective) -> None:
+        self._local._barrier(collective)
         if self._leaders is not None:
-            self._leaders._barrier(call, deadline)
-        self._local._barrier(call, deadline)
+            self._leaders._barrier(collective)
+        self._local._barrier(collective)
 
     def _record(self, recorder: Recorder | None) -> None:
         super()._record(recorder)
@@ -225,10 +219,8 @@ class RingCommunicator(CheckedCommunicator):
         self._results = BufferPool()
         self.piece_bytes = PIECE_BYTES
 
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
-        elements, dtype, op = source.elements, source.dtype, call.op
+    def _reduce(self, source: FusedBuffer, lend: bool, collective: Collective) -> Array:
+        elements, dtype, op = source.elements, source.dtype, collective.call.op
         size = elements * dtype.itemsize
         timer = SpanTimer(self._recorder)
         flat = self._results.empty(elements, dtype)
@@ -238,7 +230,7 @@ class RingCommunicator(CheckedCommunicator):
         if self.size > 1 and sends_whole(size, self.size):
             inputs = np.empty((self.size, elements), dtype)
             inputs[self.rank] = flat
-            self._gather([octets(row) for row in inputs], call, deadline)
+            self._gather([octets(row) for row in inputs], collective)
             timer.skip()
             combine(inputs[0], inputs[1], out=flat)
             for row in inputs[2:]:
@@ -252,7 +244,7 @@ class RingCommunicator(CheckedCommunicator):
             for out, into in self._pieces(elements, width, send, receive):
                 mine = flat[into]
                 arrived = room[: mine.size]
-                self._pass_on(_part(view, out, width), octets(arrived), call, deadline)
+                self._pass_on(_part(view, out, width), octets(arrived), collective)
                 timer.skip()
                 # The received piece is a sum over the ranks to the left: it is the
                 # first operand, so that each chunk has one order of summation.
@@ -261,7 +253,7 @@ class RingCommunicator(CheckedCommunicator):
         for send, receive in all_gather_steps(self.rank, self.size, 1):
             for out, into in self._pieces(elements, width, send, receive):
                 self._pass_on(
-                    _part(view, out, width), _part(view, into, width), call, deadline
+                    _part(view, out, width), _part(view, into, width), collective
                 )
         return flat
 
@@ -284,38 +276,32 @@ class RingCommunicator(CheckedCommunicator):
                 _within(into, start, most),
             )
 
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+    def _gather(self, views: list[memoryview], collective: Collective) -> None:
         for send, receive in all_gather_steps(self.rank, self.size, 0):
-            self._pass_on(views[send], views[receive], call, deadline)
+            self._pass_on(views[send], views[receive], collective)
 
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
+    def _broadcast(self, view: memoryview, root: int, collective: Collective) -> None:
         first, last = self.rank == root, self._right == root
         for start in range(0, max(len(view), 1), self.piece_bytes):
             piece = view[start : start + self.piece_bytes]
             if not first:
-                self.transport.exchange(
-                    call, deadline, source=self._left, incoming=piece
-                )
+                self.transport.exchange(collective, source=self._left, incoming=piece)
             if not last:
-                self.transport.exchange(call, deadline, to=self._right, outgoing=piece)
+                self.transport.exchange(collective, to=self._right, outgoing=piece)
 
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
+    def _barrier(self, collective: Collective) -> None:
         # After size-1 rounds this rank has received, through its neighbours, from all.
         for _ in range(self.size - 1):
-            self._pass_on(memoryview(b""), None, call, deadline)
+            self._pass_on(memoryview(b""), None, collective)
 
     def _pass_on(
         self,
         outgoing: memoryview,
         incoming: memoryview | None,
-        call: Call,
-        deadline: Deadline,
+        collective: Collective,
     ) -> None:
         self.transport.exchange(
-            call,
-            deadline,
+            collective,
             to=self._right,
             outgoing=outgoing,
             source=self._left,

@@ -59,8 +59,7 @@ from kerasdist.collectives.fused_buffer import (
 )
 from kerasdist.collectives.row_exchange import Array, equal_part, reducer
 from kerasdist.errors import SharedMemoryFull
-from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.framing import Call
+from kerasdist.transport.base import Collective
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.memory import create_memory, create_segment, map_segment
 from kerasdist.transport.sockets import SocketTransport
@@ -119,15 +118,14 @@ class SharedResultPool:
         )
 
     def take(
-        self, size: int, notes: Sequence[int], call: Call, deadline: Deadline
+        self, size: int, notes: Sequence[int], collective: Collective
     ) -> npt.NDArray[np.uint8] | None:
         """Return memory of `size` bytes, the same on all ranks.
 
         Args:
             size: In bytes.
             notes: Each rank's note.
-            call: The collective.
-            deadline: Its deadline.
+            collective: The collective.
 
         Returns:
             None, on all ranks, if there is no more memory, or too many results are in
@@ -142,16 +140,14 @@ class SharedResultPool:
                 return memory.buffer
         if self._refused or len(self.memories) == MOST_MEMORIES:
             return None
-        made = self._make(size, call, deadline)
+        made = self._make(size, collective)
         if made is None:
             self._refused = True
             return None
         self.memories.append(Memory(made, self._requests))
         return made
 
-    def _make(
-        self, size: int, call: Call, deadline: Deadline
-    ) -> npt.NDArray[np.uint8] | None:
+    def _make(self, size: int, collective: Collective) -> npt.NDArray[np.uint8] | None:
         descriptor = -1
         if self._transport.rank == 0:
             try:
@@ -162,7 +158,7 @@ class SharedResultPool:
             descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         descriptors = {self._transport.rank: descriptor}
         try:
-            descriptors |= self._transport.share_descriptor(call, deadline, descriptor)
+            descriptors |= self._transport.share_descriptor(collective, descriptor)
             if os.fstat(descriptors[0]).st_size != size:
                 return None
             return map_segment(descriptors[0], size)
@@ -228,27 +224,25 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         self._notes: list[npt.NDArray[np.uint64]] = []
         self.lent = SharedResultPool(transport)
 
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
+    def _reduce(self, source: FusedBuffer, lend: bool, collective: Collective) -> Array:
         elements, dtype = source.elements, source.dtype
         size = elements * dtype.itemsize
-        self._make_room(size, call, deadline)
+        self._make_room(size, collective)
         if size > self._small:
-            return self._reduce_blocks(source, lend, call, deadline)
+            return self._reduce_blocks(source, lend, collective)
         timer = SpanTimer(self._recorder)
         flat = self._results.empty(elements, dtype)
         inputs = [place.view(dtype) for place in self._places(size)]
         source.copy_to(inputs[self.rank], 0, elements)
         timer.end("pack", size)
-        self._synchronize(call, deadline)
+        self._synchronize(collective)
         timer.skip()
-        _combine(inputs, flat, call.op)
+        _combine(inputs, flat, collective.call.op)
         timer.end("reduce", size * (self.size - 1))
         return flat
 
     def _reduce_blocks(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
+        self, source: FusedBuffer, lend: bool, collective: Collective
     ) -> Array:
         elements, dtype = source.elements, source.dtype
         size = elements * dtype.itemsize
@@ -256,7 +250,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         count = -(-elements // most)
         piece = _PIECE_BYTES // dtype.itemsize
         stream = size >= _STREAMED_BYTES
-        combine = reducer(call.op)
+        combine = reducer(collective.call.op)
         others = [rank for rank in range(self.size) if rank != self.rank]
         flat: Array = np.empty(0, dtype)
         lent = None
@@ -269,7 +263,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
             if stage == 1:
                 if lend:
                     notes = [int(note[0]) for note in self._notes]
-                    lent = self.lent.take(size, notes, call, deadline)
+                    lent = self.lent.take(size, notes, collective)
                 if lent is None:
                     flat = self._results.empty(elements, dtype)
                 else:
@@ -320,18 +314,18 @@ class SharedMemoryCommunicator(CheckedCommunicator):
                     source.copy_to(out, start, stop, stream=stream)
                 timer.end("pack", length * dtype.itemsize)
             if stage <= count:
-                self._synchronize(call, deadline)
+                self._synchronize(collective)
                 timer.skip()
         return flat
 
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+    def _gather(self, views: list[memoryview], collective: Collective) -> None:
         longest = max(len(view) for view in views)
-        self._make_room(longest, call, deadline)
+        self._make_room(longest, collective)
         for start, stop in self._pieces(longest):
             places = self._places(stop - start)
             own = views[self.rank][start:stop]
             places[self.rank][: len(own)] = own
-            self._synchronize(call, deadline)
+            self._synchronize(collective)
             for rank, view in enumerate(views):
                 if rank != self.rank:
                     piece = view[start:stop]
@@ -341,26 +335,24 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         return self.lent.note()
 
     def _take(
-        self, size: int, notes: Sequence[int], call: Call, deadline: Deadline
+        self, size: int, notes: Sequence[int], collective: Collective
     ) -> Array | None:
-        return self.lent.take(size, notes, call, deadline)
+        return self.lent.take(size, notes, collective)
 
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
-        self._make_room(len(view), call, deadline)
+    def _broadcast(self, view: memoryview, root: int, collective: Collective) -> None:
+        self._make_room(len(view), collective)
         for start, stop in self._pieces(len(view)):
             place = self._places(stop - start)[root]
             if self.rank == root:
                 place[:] = view[start:stop]
-            self._synchronize(call, deadline)
+            self._synchronize(collective)
             if self.rank != root:
                 view[start:stop] = place.data
 
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._synchronize(call, deadline)
+    def _barrier(self, collective: Collective) -> None:
+        self._synchronize(collective)
 
-    def _synchronize(self, call: Call, deadline: Deadline) -> None:
+    def _synchronize(self, collective: Collective) -> None:
         """Return when all ranks have called this (a dissemination barrier).
 
         After the round with distance d a rank has received, directly or not, from the
@@ -370,8 +362,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         distance = 1
         while distance < self.size:
             self._transport.exchange(
-                call,
-                deadline,
+                collective,
                 to=(self.rank + distance) % self.size,
                 source=(self.rank - distance) % self.size,
             )
@@ -394,7 +385,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         self._next = -(-(start + size) // _PAGE) * _PAGE
         return [segment[start : start + size] for segment in self._segments]
 
-    def _make_room(self, size: int, call: Call, deadline: Deadline) -> None:
+    def _make_room(self, size: int, collective: Collective) -> None:
         """Make the segments large enough for `size` bytes, in blocks."""
         total = _LEAST_BYTES
         if size > _SMALL_BYTES:
@@ -410,17 +401,17 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         # The old segments' memory is free for the new ones when all have dropped it.
         if self._segments:
             self._segments, self._notes = [], []
-            self._synchronize(call, deadline)
+            self._synchronize(collective)
         try:
             descriptor = create_segment(total)
         except SharedMemoryFull as error:
             here = self.peers[self.rank]
             raise SharedMemoryFull(
-                f"{here} in {call} at step {self.step}: {error}"
+                f"{here} in {collective.call} at step {self.step}: {error}"
             ) from error
         descriptors = {self.rank: descriptor}
         try:
-            descriptors |= self._transport.share_descriptor(call, deadline, descriptor)
+            descriptors |= self._transport.share_descriptor(collective, descriptor)
             whole = [map_segment(descriptors[r], total) for r in range(self.size)]
             self._segments = [segment[:usable] for segment in whole]
             self._notes = [segment[usable:].view(np.uint64) for segment in whole]

@@ -1,4 +1,4 @@
-"""The channel contract: messages with arrays between one worker and one server.
+"""Channels: messages with arrays between one worker and one server.
 
 A message is a frame (`kerasdist.transport.framing`) whose payload is
 
@@ -10,14 +10,10 @@ A message is a frame (`kerasdist.transport.framing`) whose payload is
 On one host the body is in memory that both share, and only the rest is sent through the
 socket. Requests and replies alternate: a received message can be read until the next
 one is sent, and no longer, since its memory is reused.
-
-Implementations: sockets with and without shared memory, and queues in one process. One
-contract test suite runs on all of them.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -25,10 +21,8 @@ import json
 import logging
 import math
 import os
-import queue
 import socket
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -94,66 +88,6 @@ class Message:
         return sum(array.nbytes for array in self.arrays)
 
 
-class Channel(abc.ABC):
-    """One side of a connection between a worker and a server.
-
-    Attributes:
-        kind: "tcp", "shared_memory" or "memory".
-        bytes_sent: Bytes of all messages sent, those in shared memory too.
-        bytes_received: Bytes of all messages received.
-        answered: When the last message received began to arrive, see
-            `transport.tracing`.
-    """
-
-    kind: str
-
-    def __init__(self) -> None:
-        self.bytes_sent = 0
-        self.bytes_received = 0
-        self.answered = 0
-
-    @abc.abstractmethod
-    def place(self, specs: Sequence[Spec]) -> list[Array]:
-        """Return uninitialized arrays that `send` doesn't copy.
-
-        They are for the next message, of which they must be the first arrays, in this
-        order. Their memory is reused for the message after that.
-        """
-
-    @abc.abstractmethod
-    def send(self, message: Message, deadline: Deadline) -> None:
-        """Send a message; its arrays may be reused when the reply is received.
-
-        Raises:
-            ChannelEnded: The connection is closed or broken.
-            ChannelSilent: The other side received nothing until the deadline.
-            Aborted: `abort` or `close` was called.
-        """
-
-    @abc.abstractmethod
-    def receive(self, deadline: Deadline, bound: int) -> Message:
-        """Wait for a message.
-
-        Args:
-            deadline: When to give up.
-            bound: The most bytes that it may have.
-
-        Raises:
-            ChannelEnded: The connection is closed or broken.
-            ChannelSilent: Nothing was received by the deadline.
-            ProtocolError: The received bytes aren't a message, or are too many.
-            Aborted: `abort` or `close` was called.
-        """
-
-    @abc.abstractmethod
-    def abort(self) -> None:
-        """End every wait, now and later, with `Aborted`. Safe from any thread."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Release sockets and memory. Can be called twice."""
-
-
 def spans(specs: Sequence[Spec]) -> tuple[Sequence[tuple[int, int]], int]:
     """Return each array's first byte and end in a body; and the body's bytes."""
     return _spans(tuple(specs))
@@ -206,85 +140,6 @@ def checksum_of(arrays: Sequence[Array]) -> int:
     return crc
 
 
-class _Pipe:
-    """The queues that both ends of a memory channel share."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.queues: tuple[queue.SimpleQueue[Message | None], ...] = (
-            queue.SimpleQueue(),
-            queue.SimpleQueue(),
-        )
-
-
-class MemoryChannel(Channel):
-    """One end of a channel inside one process: arrays are handed over as they are."""
-
-    kind = "memory"
-
-    def __init__(self, pipe: _Pipe, side: int) -> None:
-        super().__init__()
-        self._pipe = pipe
-        self._in = pipe.queues[side]
-        self._out = pipe.queues[1 - side]
-        self._aborted = False
-        self._room: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-
-    def place(self, specs: Sequence[Spec]) -> list[Array]:
-        """See `Channel.place`."""
-        _, size = spans(specs)
-        if self._room.size < size:
-            self._room = np.empty(size, np.uint8)
-        return body_views(self._room, specs)
-
-    def send(self, message: Message, deadline: Deadline) -> None:
-        """See `Channel.send`. The queue takes everything at once."""
-        self._check()
-        self.bytes_sent += message.nbytes
-        self._out.put(message)
-
-    def receive(self, deadline: Deadline, bound: int) -> Message:
-        """See `Channel.receive`."""
-        try:
-            message = self._in.get(timeout=deadline.remaining())
-        except queue.Empty:
-            self._check()
-            raise ChannelSilent(f"silent for {deadline.seconds:g} s") from None
-        self.answered = now()
-        if message is None:
-            self._in.put(None)
-            self._check()
-            raise ChannelEnded("the other side has closed it")
-        if message.nbytes > bound:
-            raise ProtocolError(
-                f"A message is too long. Received: {message.nbytes} bytes, expected at "
-                f"most {bound}."
-            )
-        self.bytes_received += message.nbytes
-        return message
-
-    def _check(self) -> None:
-        if self._aborted:
-            raise Aborted
-        if self._pipe.ended.is_set():
-            raise ChannelEnded("the other side has closed it")
-
-    def abort(self) -> None:
-        """See `Channel.abort`."""
-        self._aborted = True
-        self._pipe.ended.set()
-        for each in self._pipe.queues:
-            each.put(None)
-
-    close = abort
-
-
-def memory_pair() -> tuple[MemoryChannel, MemoryChannel]:
-    """Return the two connected ends of a channel inside this process."""
-    pipe = _Pipe()
-    return MemoryChannel(pipe, 0), MemoryChannel(pipe, 1)
-
-
 # Channels over stream sockets: TCP between hosts; inside one, with shared memory.
 #
 #     c: a worker     s: a server     C, S: the segment that each of them writes to
@@ -316,17 +171,26 @@ _ZEROS = bytes(64)
 _MOST_BUFFERS = 512
 
 
-class SocketChannel(Channel):
-    """A channel over a connection.
+class Channel:
+    """One side of a connection between a worker and a server.
 
     Args:
         connection: The connection; owned from now on.
         shared: Whether bodies are passed in shared memory: only for Unix sockets. A
             message in either form is accepted in any case.
+
+    Attributes:
+        kind: "tcp" or "shared_memory".
+        bytes_sent: Bytes of all messages sent, those in shared memory too.
+        bytes_received: Bytes of all messages received.
+        answered: When the last message received began to arrive, see
+            `transport.tracing`.
     """
 
     def __init__(self, connection: Connection, *, shared: bool = False) -> None:
-        super().__init__()
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.answered = 0
         sock = connection.sock
         self._auth = connection.auth
         self.kind = "shared_memory" if shared else "tcp"
@@ -343,14 +207,24 @@ class SocketChannel(Channel):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def place(self, specs: Sequence[Spec]) -> list[Array]:
-        """See `Channel.place`."""
+        """Return uninitialized arrays that `send` doesn't copy.
+
+        They are for the next message, of which they must be the first arrays, in this
+        order. Their memory is reused for the message after that.
+        """
         _, size = spans(specs)
         self._grow(size)
         self._placed = body_views(self._arena, specs)
         return list(self._placed)
 
     def send(self, message: Message, deadline: Deadline) -> None:
-        """See `Channel.send`."""
+        """Send a message; its arrays may be reused when the reply is received.
+
+        Raises:
+            ChannelEnded: The connection is closed or broken.
+            ChannelSilent: The other side received nothing until the deadline.
+            Aborted: `abort` or `close` was called.
+        """
         arrays = [np.ascontiguousarray(a) for a in message.arrays]
         specs = [
             (str(a.dtype.name), tuple(np.shape(b)))
@@ -390,7 +264,18 @@ class SocketChannel(Channel):
         self.bytes_sent += HEADER_BYTES + len(prefix) + len(text) + TAG_BYTES + size
 
     def receive(self, deadline: Deadline, bound: int) -> Message:
-        """See `Channel.receive`."""
+        """Wait for a message.
+
+        Args:
+            deadline: When to give up.
+            bound: The most bytes that it may have.
+
+        Raises:
+            ChannelEnded: The connection is closed or broken.
+            ChannelSilent: Nothing was received by the deadline.
+            ProtocolError: The received bytes aren't a message, or are too many.
+            Aborted: `abort` or `close` was called.
+        """
         try:
             return self._receive(deadline, bound)
         except OSError as error:
@@ -608,14 +493,14 @@ class SocketChannel(Channel):
         return self._ended(f"broke ({error.strerror or error})")
 
     def abort(self) -> None:
-        """See `Channel.abort`."""
+        """End every wait, now and later, with `Aborted`. Safe from any thread."""
         self._aborted = True
         # The other side may be faster, or it is closed already.
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """Release sockets and memory. Can be called twice."""
         self.abort()
         self._sock.close()
         self._drop_fresh()

@@ -32,7 +32,7 @@ from kerasdist.parameter_server.client.connect_servers import (
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport.base import Aborted, Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.framing import Count
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import (
@@ -206,12 +206,7 @@ class Search:
         done = Cancellation()
         servers = range(len(self.link.servers))
         for server in servers:
-            threading.Thread(
-                target=self._ask_one,
-                args=(server, answers, done),
-                name="kerasdist-epoch",
-                daemon=True,
-            ).start()
+            daemon("kerasdist-epoch", self._ask_one, server, answers, done).start()
         unreachable: dict[int, BaseException | None] = {}
         try:
             while not (self.stop.is_set() or self.deadline.expired):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -42,7 +41,7 @@ from kerasdist.parameter_server.server.server import (
 )
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.deadline import Deadline, Timeouts, daemon
 from kerasdist.transport.framing import read_record
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Heartbeat
@@ -383,12 +382,8 @@ class _Epoch:
         self.error: Exception | None = None
         self._server = server
         self._count = count
-        self._thread = threading.Thread(
-            target=self._run, name=f"kerasdist-epoch {number}", daemon=True
-        )
-        self._closer = threading.Thread(
-            target=server.close, name=f"kerasdist-epoch {number} ends", daemon=True
-        )
+        self._thread = daemon(f"kerasdist-epoch {number}", self._run)
+        self._closer = daemon(f"kerasdist-epoch {number} ends", server.close)
 
     def start(self) -> None:
         """Begin to serve."""

@@ -29,7 +29,7 @@ from kerasdist.parameter_server.served_table import ServedTable
 from kerasdist.parameter_server.tables import ServedTables
 from kerasdist.transport import log
 from kerasdist.transport.array_file import read_arrays, remove_parts, write_arrays
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, daemon
 from kerasdist.transport.framing import read_record, to_object
 from kerasdist.transport.memory import close_in_children
 
@@ -361,9 +361,7 @@ class Snapshotter:
 
     def start(self) -> None:
         """Begin to write snapshots."""
-        self._thread = threading.Thread(
-            target=self._run, name=f"kerasdist-keeper {self._server}", daemon=True
-        )
+        self._thread = daemon(f"kerasdist-keeper {self._server}", self._run)
         self._thread.start()
 
     def request(self, *, at_once: bool = False) -> None:

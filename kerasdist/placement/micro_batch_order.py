@@ -27,6 +27,7 @@ once more, to measure them: see `find_visits`.
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
@@ -239,8 +240,11 @@ def find_edges(
         for i in one.after:
             inputs[i].append(len(inputs))
         inputs.append(list(one.before))
-    can_be_run = len(_sorted(inputs)) == len(inputs)
-    return found if can_be_run else _edges(operations, visits, only_on=True)
+    try:
+        _sorted(inputs)
+    except graphlib.CycleError:
+        return _edges(operations, visits, only_on=True)
+    return found
 
 
 def _edges(
@@ -479,16 +483,10 @@ def union_length(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def _sorted(inputs: Sequence[Sequence[int]]) -> list[int]:
-    """Return all operations, each after its inputs; without those of cycles."""
-    after: list[list[int]] = [[] for _ in inputs]
-    waits = [len(set(some)) for some in inputs]
-    for i, some in enumerate(inputs):
-        for j in set(some):
-            after[j].append(i)
-    order = [i for i, count in enumerate(waits) if count == 0]
-    for i in order:
-        for other in after[i]:
-            waits[other] -= 1
-            if waits[other] == 0:
-                order.append(other)
-    return order
+    """Return all operations, each after its inputs.
+
+    Raises:
+        graphlib.CycleError: That isn't possible.
+    """
+    sorter = graphlib.TopologicalSorter(dict(enumerate(inputs)))
+    return list(sorter.static_order())

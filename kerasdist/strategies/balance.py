@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kerasdist._keras.protocols import KerasHooks
+from kerasdist.strategies.data.chief_data import Passes
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, check_choice
 from kerasdist.strategies.reduce.workers import WHOLE, Workers
@@ -194,28 +194,6 @@ class Balance:
             log.log_in_background(logging.INFO, line, *values)
 
 
-class _Divided:
-    """The iterable over this worker's parts of a dataset, for the present shares.
-
-    Args:
-        workers: The workers.
-        divide: Returns the parts for the present layout of the replicas.
-    """
-
-    def __init__(self, workers: Workers, divide: Callable[[], Any]) -> None:
-        self._workers = workers
-        self._divide = divide
-        self._layout = workers.layout
-        self._parts = divide()
-
-    def __iter__(self) -> Iterator[Any]:
-        # Only between two passes: batches are read ahead.
-        if self._layout != self._workers.layout:
-            self._layout = self._workers.layout
-            self._parts = self._divide()
-        return iter(self._parts)
-
-
 class BalancedData(SynchronousData):
     """See `SynchronousData`; parts are by the workers' shares.
 
@@ -233,16 +211,8 @@ class BalancedData(SynchronousData):
         """See `DataHooks.describe`."""
         return f"{super().describe()}, rows by measured speed"
 
-    def _divide(self, dataset: Any) -> Any:
-        return _Divided(self._workers, partial(super()._divide, dataset))
-
-    def _divide_rows(self, rows: Any) -> Callable[..., Any]:
-        divide = super()._divide_rows
-
-        def divided(windows: Any, head: Any = None) -> Any:
-            return _Divided(self._workers, lambda: divide(rows)(windows, head))
-
-        return divided
+    def _passes(self, divide: Callable[..., Any], dataset: Any) -> Any:
+        return Passes(self._workers, divide, dataset)
 
 
 class BalancedExtended(SynchronousExtended):

@@ -29,11 +29,7 @@ def check_devices(devices: Sequence[str] | None) -> list[str]:
     if devices is None:
         gpus = [name for name in known if ":GPU:" in name]
         devices = gpus or ["CPU:0"]
-    if isinstance(devices, str) or not devices:
-        raise ValueError(
-            "`devices` must be a list of device names, at least one. "
-            f"Received: devices={devices!r}. For one device write ['CPU:0']."
-        )
+    check_list(devices)
     here = sorted({_local(name) for name in known})
     names, faults = _canonical(devices, lambda name: _local(name) in here)
     given: set[str] = set()
@@ -43,6 +39,19 @@ def check_devices(devices: Sequence[str] | None) -> list[str]:
         given.add(name)
     _refuse(faults, "devices", devices, f"this worker has {here}")
     return [name for name in names if name]
+
+
+def check_list(devices: Sequence[str]) -> None:
+    """Check that `devices` is a list.
+
+    Raises:
+        ValueError: It's one name, or empty.
+    """
+    if isinstance(devices, str) or not devices:
+        raise ValueError(
+            "`devices` must be a list of device names, at least one. "
+            f"Received: devices={devices!r}. For one device write ['CPU:0']."
+        )
 
 
 def known_devices() -> list[str]:
@@ -118,22 +127,13 @@ def find_devices(
         ValueError: A device doesn't exist and its memory isn't given, or a limit is
             wrong.
     """
-    if isinstance(names, str):
-        raise ValueError(
-            f"`devices` must be a list of names. Received: devices={names!r}; expected "
-            f"for instance [{names!r}]."
-        )
     here = [_short(name) for name in known_devices()]
     if names is None:
-        shown = [n for n in here if n.startswith("GPU:")] or [
-            n for n in here if n.startswith("CPU:")
-        ]
+        gpus = [name for name in here if name.startswith("GPU:")]
+        shown = gpus or [name for name in here if name.startswith("CPU:")]
     else:
+        check_list(names)
         shown = [_short(name) for name in names]
-    if not shown:
-        raise ValueError(
-            "A plan needs a device. Received: devices=[]; expected names like 'GPU:0'."
-        )
     if len(set(shown)) < len(shown):
         raise ValueError(
             f"`devices` must be different ones. Received: devices={list(names or ())}."

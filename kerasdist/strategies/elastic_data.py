@@ -1,4 +1,4 @@
-"""Epochs of arrays that go on for another layout of the replicas.
+"""Data that go on, in the midst of an epoch, for another layout of the replicas.
 
 The order of an epoch is a function of numbers, so that any layout's parts of the
 remaining batches are known without communication:
@@ -11,6 +11,7 @@ remaining batches are known without communication:
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,26 +19,35 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.data.arrays import (
-    ArrayData,
     BatchIterator,
     CountedData,
     RepeatableIterator,
 )
-from kerasdist._keras.protocols import StepTimer
+from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._tf.row_pipelines import iterator_dataset
+from kerasdist._tf.variables import OWN_DATA, WHOLE_DATA
 from kerasdist.strategies.data.batch_split import (
-    ArrayParts,
+    ArrayEpochs,
     FetchedBatches,
     count_rows,
-    order_of_arrays,
+    for_replicas,
     part_of_batch,
     read_ahead,
     slice_rows,
     split_part,
 )
-from kerasdist.strategies.data.choice import CHECKSUM, checksum_of_batch
-from kerasdist.strategies.data.own_rows import PerWorkerDataset, PerWorkerIterator
+from kerasdist.strategies.data.choice import (
+    CHECKSUM,
+    checksum_of_batch,
+    in_elastic_job,
+)
+from kerasdist.strategies.data.own_rows import (
+    PerWorkerDataset,
+    has_own_policy,
+    is_by_file,
+)
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+from kerasdist.strategies.sync.data import SynchronousData
 
 # Datasets of global batches that go on for another layout of the replicas.
 #
@@ -53,137 +63,21 @@ from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 # pipeline for the layout at the beginning of the pass, of whose elements later layouts
 # take the whole batches.
 
-# Datasets that are each worker's own, in a job whose workers may be lost.
-#
-# The others can't read a lost worker's data: what it hasn't trained on in this epoch is
-# skipped, and one line reports that. A dataset that is divided by file is divided among
-# the present workers at the beginning of each pass.
-
-
-class ElasticOwnData(PerWorkerDataset, CountedData):
-    """The iterable for Keras in place of a worker's own distributed dataset.
-
-    Args:
-        workers: The connected workers.
-        timer: Measures steps, and the time of waiting.
-        dataset: The worker's own dataset.
-
-    Attributes:
-        divide: Returns the worker's own part of data that all workers have; None: each
-            worker has its own in any case.
-        tell: Prints a line for the user, given its kind.
-    """
-
-    divide: Callable[[], Any] | None = None
-    tell: Callable[[str, str], None]
-
-    def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
-        super().__init__(workers, timer, dataset)
-        self._layout = workers.layout
-        self._lost = 0
-
-    def __iter__(self) -> PerWorkerIterator:
-        if self.divide is not None and self._layout != self._workers.layout:
-            self._layout = self._workers.layout
-            self._dataset = self.divide()
-        self.next_pass()
-        return _Pass(self._workers, self._timer, self._dataset, self._report)
-
-    def _report(self, lost: int) -> None:
-        self._lost += lost
-        text = (
-            f"kerasdist: {lost} worker(s) with data of their own were lost; their "
-            "batches that are left in this epoch are skipped."
-        )
-        if self.divide is not None:
-            text += " The next epoch's data are divided among the others."
-        self.tell(f"lost data {self._lost}", text)
-
-
-class _Nothing:
-    """An optional without a value, of any specification."""
-
-    def has_value(self) -> bool:
-        return False
-
-
-class _Pass(PerWorkerIterator):
-    """One pass over all present workers' own datasets."""
-
-    def __init__(
-        self,
-        workers: Workers,
-        timer: StepTimer,
-        dataset: Any,
-        report: Callable[[int], None],
-    ) -> None:
-        super().__init__(workers, timer, dataset)
-        self._size = workers.size
-        self._report = report
-        self._paused = False
-        # A batch that was read for its form, and not yielded yet.
-        self._ahead: Any = None
-
-    def pause(self, paused: bool) -> bool:
-        """See `BatchIterator.pause`.
-
-        Data that are divided by file are divided again in the next pass.
-        """
-        if paused and self._last is None:
-            optional = self._iterator.get_next_as_optional()
-            if optional.has_value():
-                self._ahead, self._last = optional, optional.get_value()
-        self._paused = paused or self._by_file is True
-        return True
-
-    @property
-    def admits(self) -> bool:
-        """See `BatchIterator.admits`: the first batch by file is another collective."""
-        return self._paused or not self._by_file or self._last is not None
-
-    def _next_own(self) -> Any:
-        if self._paused:
-            return _Nothing()
-        ahead, self._ahead = self._ahead, None
-        return super()._next_own() if ahead is None else ahead
-
-    def _fetch(self) -> list[Any]:
-        try:
-            return super()._fetch()
-        finally:
-            # At the end of the data, too, of which the lost worker may have had more.
-            before, self._size = self._size, self._workers.size
-            if self._size < before:
-                self._report(before - self._size)
-
-
-class CountedBatches(RepeatableIterator):
-    """One pass over a dataset, whose batches are counted here."""
-
-    number = 0
-    taken = 0
-    # What reads the dataset.
-    _source: Any = None
-
-    def commit(self) -> None:
-        """See `RepeatableIterator.commit`."""
-        self.taken += 1
-
-    def skip(self, batches: int) -> None:
-        """See `RepeatableIterator.skip`: they are read."""
-        while self.taken < batches and next(self._source, None) is not None:
-            self.taken += 1
-
 
 def _as_it_is(dataset: Any) -> Any:
     """Return a dataset that isn't optimized, and of which nothing is read ahead.
 
-    Optimizing takes longer than it saves; see `ArrayData.pipelines`.
+    Optimizing takes longer than it saves; see `ArrayRows.pipeline`.
     """
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
     options.autotune.enabled = False
     return dataset.with_options(options)
+
+
+# The kinds of passes over data that several workers divide, and over each one's own.
+SHARED_PASS = "DatasetPass"
+OWN_PASS = "OwnPass"
 
 
 class ElasticDataset(CountedData):
@@ -202,19 +96,16 @@ class ElasticDataset(CountedData):
         self.workers = workers
         self._wrap = wrap
         self._dataset = dataset
-        self._layout = workers.layout
-        self._divided = self._read_ahead()
+        self._layout: ReplicaLayout | None = None
+        self._divided: Any = None  # for that layout
 
     def __iter__(self) -> DatasetPass:
         layout = self.workers.layout
         if layout != self._layout:
+            divided = self.divide(self._dataset.enumerate(), layout)
             self._layout = layout
-            self._divided = self._read_ahead()
+            self._divided = read_ahead(divided, self._dataset)
         return DatasetPass(self, layout, self._divided, self.next_pass())
-
-    def _read_ahead(self) -> Any:
-        divided = self.divide(self._dataset.enumerate(), self._layout)
-        return read_ahead(divided, self._dataset)
 
     def divide(self, numbered: Any, layout: ReplicaLayout) -> Any:
         """Return a dataset of numbers, global batches, and this worker's parts of them.
@@ -240,8 +131,8 @@ class ElasticDataset(CountedData):
         return numbered.map(divided)
 
 
-class DatasetPass(CountedBatches):
-    """One pass over a dataset.
+class DatasetPass(RepeatableIterator, BatchIterator):
+    """One pass over a dataset: this worker's parts, per replica if it has several.
 
     Args:
         data: The iterable.
@@ -250,23 +141,43 @@ class DatasetPass(CountedBatches):
         number: See `RepeatableIterator.number`.
     """
 
+    kind = SHARED_PASS
+
     def __init__(
         self, data: ElasticDataset, layout: ReplicaLayout, divided: Any, number: int
     ) -> None:
         self._data = data
         self.number = number
-        self._layout = layout
         # What reads the dataset, for any layout.
         self._divided = divided
         self._source = iter(divided)
-        self._inner = _Parts(data.workers, self._source)
         self._once: Any = None
+        # The last numbered global batch that was read, for whatever layout; None: its
+        # step is finished. And the element that it was read in, for the present one.
+        self._unfinished: Any = None
+        self._element: Any = None
+        self._again = False
+        self._read(self._source, layout)
+
+    def __iter__(self) -> DatasetPass:
+        return self
+
+    def _read(self, iterator: Any, layout: ReplicaLayout) -> None:
+        """Read from an iterator over a result of `ElasticDataset.divide`."""
+        self._iterator, self._layout = iterator, layout
+        self._element, self._again = None, False
+        if self._is_on_host:
+            self.element_spec = iterator.element_spec["parts"][0]
+
+    @property
+    def _is_on_host(self) -> bool:
+        workers = self._data.workers
+        return workers.devices == (workers.host,)
 
     @property
     def once(self) -> Any:
         """See `RepeatableIterator.once`."""
-        workers = self._data.workers
-        if workers.devices != (workers.host,):
+        if not self._is_on_host:
             return self.inner
         if self._once is None:
             # In a graph the rows of a part aren't constants, as in the parts' facts.
@@ -275,80 +186,51 @@ class DatasetPass(CountedBatches):
         return self._once
 
     @property
-    def inner(self) -> Any:
+    def inner(self) -> DatasetPass:
         """See `RepeatableIterator.inner`."""
+        self._adapt()
+        return self
+
+    def _adapt(self) -> None:
+        """Adapt to a change of the layout, if there was one."""
         layout = self._data.workers.layout
         if layout != self._layout:
-            self._layout = layout
-            unfinished = self._inner.unfinished
-            divided = self._data.divide(self._rest(unfinished), layout)
-            self._inner = _Parts(self._data.workers, iter(divided), unfinished)
-        return self._inner
+            divided = self._data.divide(self._rest(), layout)
+            self._read(iter(divided), layout)
+
+    def _rest(self) -> Any:
+        """Return a dataset of the numbered global batches whose step isn't finished."""
+        numbered = iterator_dataset(self._source, self._divided).map(_numbered)
+        if self._unfinished is not None:
+            first = tf.data.Dataset.from_tensors(self._unfinished)
+            numbered = first.concatenate(numbered)
+        # What is read ahead here would be missing after the next change.
+        return _as_it_is(numbered)
 
     def next_checksum(self) -> int:
         """See `RepeatableIterator.next_checksum`."""
         try:
-            self.inner.at_least_one()
+            self.at_least_one()
         except StopIteration:
             return 0
-        _, batch = self._inner.unfinished
+        _, batch = self._unfinished
         return checksum_of_batch(batch)
 
     def commit(self) -> None:
         """See `RepeatableIterator.commit`."""
         super().commit()
-        self._inner.commit()
+        self._unfinished = self._element = None
 
     def renew(self) -> None:
         """See `RepeatableIterator.renew`."""
-        self._inner.renew()
-
-    def _rest(self, unfinished: Any) -> Any:
-        """Return a dataset of the numbered global batches whose step isn't finished."""
-        numbered = iterator_dataset(self._source, self._divided).map(_numbered)
-        if unfinished is not None:
-            first = tf.data.Dataset.from_tensors(unfinished)
-            numbered = first.concatenate(numbered)
-        # What is read ahead here would be missing after the next change.
-        return _as_it_is(numbered)
-
-
-class _Parts(BatchIterator):
-    """This worker's parts, for one layout: per replica, if it has several.
-
-    Args:
-        workers: The connected workers.
-        iterator: An iterator over a result of `ElasticDataset.divide`.
-        unfinished: See below.
-
-    Attributes:
-        unfinished: The last numbered global batch that was read, for whatever layout;
-            None: its step is finished.
-    """
-
-    def __init__(self, workers: Workers, iterator: Any, unfinished: Any = None) -> None:
-        self._workers = workers
-        self._iterator = iterator
-        self._on_host = workers.devices == (workers.host,)
-        if self._on_host:
-            self.element_spec = iterator.element_spec["parts"][0]
-        self.unfinished = unfinished
-        self._element: Any = None
-        self._again = False
-
-    def commit(self) -> None:
-        """Count the last batch as used up."""
-        self.unfinished = self._element = None
-
-    def renew(self) -> None:
-        """Yield the last batch again unless it's used up."""
         self._again = self._element is not None
 
-    def at_least_one(self) -> BatchIterator:
+    def at_least_one(self) -> DatasetPass:
         """See `BatchIterator.at_least_one`."""
+        self._adapt()
         if not self._again:
             self._element = next(self._iterator)
-            self.unfinished = self._element["numbered"]
+            self._unfinished = self._element["numbered"]
             self._again = True
         return self
 
@@ -356,15 +238,14 @@ class _Parts(BatchIterator):
         self.at_least_one()
         self._again = False
         parts = self._element["parts"]
-        if self._on_host:
+        if self._is_on_host:
             return parts[0]
-        placed = []
-        for device, part in zip(self._workers.devices, parts, strict=True):
-            with tf.device(device):
-                placed.append(
-                    tf.nest.map_structure(_copied, part, expand_composites=True)
-                )
-        return placed[0] if len(placed) == 1 else _tf.regroup(placed)
+
+        def placed(replica: int) -> Any:
+            part = parts[replica]
+            return tf.nest.map_structure(_copied, part, expand_composites=True)
+
+        return for_replicas(self._data.workers.devices, placed)
 
 
 def _copied(tensor: Any) -> Any:
@@ -386,10 +267,6 @@ def _numbered(element: Any) -> Any:
 # No other layout of the replicas follows, so the iterators are those of any other job.
 # Only what continues a preempted pass reads up to its place first.
 
-# Of data that several workers would divide, and of data that are each worker's own.
-SHARED_PASS = DatasetPass.__name__
-OWN_PASS = "OwnPass"
-
 
 class CountedDataset(CountedData):
     """The iterable over this worker's data; each iteration is a pass.
@@ -404,24 +281,22 @@ class CountedDataset(CountedData):
         self.kind = kind
 
     def __iter__(self) -> CountedPass:
-        return CountedPass(self, self.next_pass())
+        return CountedPass(self.dataset, self.kind, self.next_pass())
 
 
-class CountedPass(CountedBatches):
+class CountedPass(RepeatableIterator):
     """One pass over a dataset.
 
     Args:
-        data: The iterable.
+        dataset: See `CountedDataset`.
+        kind: See `RepeatableIterator.kind`.
         number: See `RepeatableIterator.number`.
     """
 
-    kind = OWN_PASS
-
-    def __init__(self, data: CountedDataset, number: int) -> None:
-        self.kind = data.kind
-        self.number = number
-        self._dataset = data.dataset
-        self._source = iter(data.dataset)
+    def __init__(self, dataset: Any, kind: str, number: int) -> None:
+        self.kind, self.number = kind, number
+        self._dataset = dataset
+        self._source = iter(dataset)
 
     @property
     def inner(self) -> Any:
@@ -488,91 +363,24 @@ def _joined(*parts: Any) -> Any:
     return first
 
 
-class ElasticArrays(CountedData):
-    """The iterable over this worker's parts of arrays; each iteration is an epoch.
-
-    Args:
-        workers: The connected workers.
-        data: The arrays.
-        seed: The seed of the orders; common to all workers.
-        distribute: Distributes a dataset of parts among the worker's replicas.
-    """
-
-    def __init__(
-        self,
-        workers: Workers,
-        data: ArrayData,
-        seed: int,
-        distribute: Callable[[Any], Any],
-    ) -> None:
-        self.workers = workers
-        self._data = data
-        self._seed = seed
-        self._epoch = 0
-        self._distribute = distribute
-        self._take = data.pipelines()
-        self._made_for: tuple[ReplicaLayout, bool] | None = None
-        self._parts: ArrayParts | None = None
-        self._whole: Any = None  # the parts of all batches, for that layout
-        self._order: tuple[int, Any] = (0, None)
+class ElasticArrays(ArrayEpochs):
+    """See `ArrayEpochs`; epochs go on after a change of the workers."""
 
     def __iter__(self) -> ArrayEpoch:
         return ArrayEpoch(self, self.next_pass())
 
-    def next_pass(self) -> int:
-        """See `CountedData.next_pass`."""
-        self._epoch += 1
-        return self._epoch
-
-    def turn_to(self, number: int) -> None:
-        """See `CountedData.turn_to`."""
-        self._epoch = number - 1
-
-    def restart(self) -> None:
-        """See `ArrayEpochs.restart`."""
-        self._epoch = 0
-
-    def begin(self, layout: ReplicaLayout, epoch: int, first: int) -> Any:
-        """Return an iterator over the parts of an epoch's batches.
-
-        Args:
-            layout: The present layout of the replicas.
-            epoch: The number of the epoch.
-            first: The number of the first batch.
-        """
-        data = self._data
-        alone = self.workers.communicator.size == 1
-        if self._parts is None or self._made_for != (layout, alone):
-            # Also a new object, because threads may still read ahead for the old one.
-            self._parts = ArrayParts(layout, data, alone=alone)
-            self._made_for, self._whole = (layout, alone), None
-        parts = self._parts
-        parts.begin(self._order_of(epoch))
-        if first:
-            return iter(self._distribute(parts.dataset(self._take, first)))
-        if self._whole is None:
-            self._whole = self._distribute(parts.dataset(self._take))
-        return iter(self._whole)
-
     def checksum(self, epoch: int, batch: int) -> int:
         """Return a checksum of a global batch; 0 if there is none of this number."""
-        data = self._data
-        rows = self._order_of(epoch)[batch * data.batch_size :][: data.batch_size]
-        if not len(rows):
-            return 0
-        one = tf.data.Dataset.range(1)
-        for found in self._take(one, lambda _: tf.constant(rows), lambda b, _: b):
-            return checksum_of_batch(found)
-        return 0
-
-    def _order_of(self, epoch: int) -> Any:
-        if self._order[0] != epoch:
-            self._order = epoch, order_of_arrays(self._data, self._seed, epoch)
-        return self._order[1]
+        size = self._data.batch_size
+        rows = self.order(epoch)[batch * size : (batch + 1) * size]
+        with tf.device(self.workers.host):
+            return checksum_of_batch(self._rows.take(rows)) if len(rows) else 0
 
 
-class ArrayEpoch(CountedBatches):
+class ArrayEpoch(RepeatableIterator):
     """One epoch of arrays."""
+
+    kind = "ArrayEpoch"
 
     def __init__(self, arrays: ElasticArrays, epoch: int) -> None:
         self._arrays = arrays
@@ -585,9 +393,9 @@ class ArrayEpoch(CountedBatches):
         """See `RepeatableIterator.inner`."""
         layout = self._arrays.workers.layout
         if self._inner is None or layout != self._layout:
-            self._inner = None  # first, see `ArrayParts.begin`
+            self._inner = None  # first, see `ArrayParts.order`
             self._layout = layout
-            self._inner = self._arrays.begin(layout, self.number, self.taken)
+            self._inner = self._arrays.begin(self.number, self.taken)
         return self._inner
 
     def skip(self, batches: int) -> None:
@@ -602,3 +410,94 @@ class ArrayEpoch(CountedBatches):
     def renew(self) -> None:
         """See `RepeatableIterator.renew`."""
         self._inner = None
+
+
+# The division of Keras's data in a job that goes on: after a change of its workers, or
+# at another start.
+
+
+class ContinuableData(SynchronousData, abc.ABC):
+    """Iterables whose passes and batches are counted.
+
+    Args: See `SynchronousData`.
+    """
+
+    array_epochs = ElasticArrays
+
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
+    ) -> tuple[Any, int | None]:
+        """See `SynchronousData.distribute_dataset`."""
+        # It is divided again when the workers change.
+        whole = WHOLE_DATA.get(dataset)
+        dataset = dataset if whole is None else whole
+        made, length = super().distribute_dataset(
+            dataset, length, generator, is_items=is_items
+        )
+        return self._continuable(made, dataset), length
+
+    @abc.abstractmethod
+    def _continuable(self, made: Any, dataset: Any) -> Any:
+        """Return the iterable over a dataset, made from this worker's parts of it."""
+
+
+class DataAlone(ContinuableData):
+    """The iterables of a job of one worker, with which another start may continue."""
+
+    def _continuable(self, made: Any, dataset: Any) -> Any:
+        if isinstance(dataset, tf.distribute.DistributedDataset):
+            return made
+        shared = self.shards and not has_own_policy(dataset)
+        return CountedDataset(made, SHARED_PASS if shared else OWN_PASS)
+
+
+class ElasticData(ContinuableData):
+    """Iterables that go on, in the midst of an epoch, for other workers.
+
+    They yield `RepeatableIterator`s, except for each worker's own data. All
+    other data must be the same on all workers, also with data="auto": the chief's can't
+    be used in their place, because the chief may be lost.
+    """
+
+    makes_own_rows = False  # which are its own may change at any step
+    may_be_joined = True
+    data_mode = "same"
+    explain = staticmethod(in_elastic_job)
+
+    def distribute_items(self, data: ItemData) -> None:
+        """Compare the items of all workers; each reads all of them, see `DataHooks`.
+
+        Raises:
+            ValueError: The workers were given different data.
+        """
+        orders = self.orders
+        super().distribute_items(data)
+        # The order is drawn next, also by a worker that is alone and compares nothing.
+        self.orders = orders
+
+    def _continuable(self, made: Any, dataset: Any) -> Any:
+        if isinstance(made, PerWorkerDataset):
+            made.tell = self._log_once
+            is_given = isinstance(dataset, tf.distribute.DistributedDataset)
+            if self.shards and not is_given:
+                made.divide = lambda: self._own_part(dataset)
+        return made
+
+    def _divide(self, dataset: Any, compared: bool = False) -> Any:
+        del compared
+        return ElasticDataset(self._workers, dataset, self._same.wrap)
+
+    def _own_part(self, dataset: Any) -> Any | None:
+        own = super()._own_part(dataset)
+        if own is None and has_own_policy(dataset):
+            # All of it is the part of a worker that is alone until others join.
+            own = self._extended.distribute_parts(
+                dataset.prefetch(tf.data.AUTOTUNE), complete=False
+            )
+            OWN_DATA.set(own, is_by_file(dataset))
+        return own

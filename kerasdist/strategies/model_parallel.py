@@ -24,6 +24,7 @@ from kerasdist.strategies.cluster_resolver import (
 )
 from kerasdist.strategies.devices import (
     Limits,
+    check_list,
     find_devices,
     known_devices,
     resolve_devices,
@@ -324,11 +325,7 @@ def _places(
     found = resolve_devices(list(placement.values()), "placement")
     names = list(dict.fromkeys(found))
     if devices is not None:
-        if isinstance(devices, str) or not devices:
-            raise ValueError(
-                "`devices` must be a list of device names, at least one. "
-                f"Received: devices={devices!r}."
-            )
+        check_list(devices)
         all_names = list(dict.fromkeys(resolve_devices(devices, "devices")))
         missing = [name for name in names if name not in all_names]
         if missing:

@@ -23,15 +23,15 @@ from kerasdist import _tf, errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator, gather_json
-from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.communicator import copy_to_raise, explain
-from kerasdist.collectives.fused_buffer import FusedBuffer
-from kerasdist.collectives.row_exchange import Array, itemsize
+from kerasdist.collectives.ring import RingCommunicator
+from kerasdist.collectives.row_exchange import itemsize
 from kerasdist.transport.base import Aborted, PeerClosed, PeerSilent
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, daemon
 from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.rendezvous.bind import narrow, on_free_port, report_unprotected
+from kerasdist.transport.sockets import SocketTransport
 from kerasdist.transport.tracing import Recorder, now
 
 # This process's gRPC server, through which TensorFlow's collectives communicate.
@@ -143,7 +143,7 @@ class CollectiveDeadlines:
         self._stopped = False
         self._closed = False
         self._idle = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = daemon(name, self._run)
         self._thread.start()
 
     def begin(self, call: Call, deadline: Deadline) -> None:
@@ -211,29 +211,8 @@ _GONE = (
 )
 
 
-def connector(
-    in_use: bool,
-) -> Callable[[CheckedCommunicator, Supervisor], CheckedCommunicator]:
-    """Return a function that makes a `NativeCommunicator` of a ring, for `connect`.
-
-    Args:
-        in_use: Whether the user's script has used TensorFlow already.
-    """
-
-    def build(ring: CheckedCommunicator, supervisor: Supervisor) -> CheckedCommunicator:
-        if in_use and not is_serving():
-            _LOG.warning(
-                "kerasdist: TensorFlow was used before transport='native' was set up. "
-                "Its devices are renamed now: variables, datasets and functions that "
-                "were created before can't be used any more. Create the strategy first."
-            )
-        return NativeCommunicator(ring, supervisor, serve(ring))
-
-    return build
-
-
-class NativeCommunicator(CheckedCommunicator):
-    """Numbers and watches TensorFlow's collectives; sends numpy arrays by a ring.
+class NativeCommunicator(RingCommunicator):
+    """A ring for numpy arrays, which numbers and watches TensorFlow's collectives.
 
     On CPUs TensorFlow's collectives use a ring over gRPC. That is how they were tested:
     there were no GPUs, and NCCL, which is used on them, hasn't been run.
@@ -248,9 +227,10 @@ class NativeCommunicator(CheckedCommunicator):
     this process can't use them any more: start it again.
 
     Args:
-        ring: Connects the same ranks. Closed with this one.
+        transport: See `RingCommunicator`.
         supervisor: Knows the state of other ranks.
-        group: The first of the job's group keys.
+        timeout: Seconds that one collective may take.
+        in_use: Whether the user's script has used TensorFlow already.
 
     Attributes:
         group: Key of the workers' hosts.
@@ -258,18 +238,32 @@ class NativeCommunicator(CheckedCommunicator):
     """
 
     def __init__(
-        self, ring: CheckedCommunicator, supervisor: Supervisor, group: int
+        self,
+        transport: SocketTransport,
+        supervisor: Supervisor,
+        timeout: float,
+        *,
+        in_use: bool,
     ) -> None:
-        super().__init__(ring.rank, ring.peers, supervisor, ring.timeout)
-        self.group, self.replica_group = group, group + 1
-        self._ring = ring
-        # Ranks compare their positions by this number: it goes on from the ring's.
-        self.sequence = ring.sequence
+        super().__init__(transport, supervisor, timeout)
+        self._in_use = in_use
         self._watch = CollectiveDeadlines(
             f"kerasdist-native rank {self.rank}", self._late
         )
         # The start times of collectives that are recorded.
         self._began: dict[int, tuple[int, Call]] = {}
+
+    def prepare(self) -> None:
+        """See `CheckedCommunicator.prepare`: connect TensorFlow's servers."""
+        if self._in_use and not is_serving():
+            _LOG.warning(
+                "kerasdist: TensorFlow was used before transport='native' was set up. "
+                "Its devices are renamed now: variables, datasets and functions that "
+                "were created before can't be used any more. Create the strategy first."
+            )
+        self.group = serve(self)
+        self.replica_group = self.group + 1
+        self.barrier()
 
     # For operations in graphs.
 
@@ -323,24 +317,6 @@ class NativeCommunicator(CheckedCommunicator):
             self.abort(failure)
         return self._failure
 
-    # The collectives.
-
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
-        return self._ring._reduce(source, lend, call, deadline)
-
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
-        self._ring._gather(views, call, deadline)
-
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
-        self._ring._broadcast(view, root, call, deadline)
-
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._ring._barrier(call, deadline)
-
     # Failures.
 
     def _seen(self, error: BaseException) -> BaseException:
@@ -373,10 +349,9 @@ class NativeCommunicator(CheckedCommunicator):
     def _record(self, recorder: Recorder | None) -> None:
         super()._record(recorder)
         self._began.clear()
-        self._ring._record(recorder)
 
     def _abort(self) -> None:
-        self._ring._abort()
+        super()._abort()
         pending = self._watch.stop()
         if pending:
             # Only then, because other strategies of this process may continue.
@@ -384,4 +359,4 @@ class NativeCommunicator(CheckedCommunicator):
 
     def _close(self) -> None:
         self._watch.close()
-        self._ring._close()
+        super()._close()

@@ -203,26 +203,6 @@ def _number(
     return given
 
 
-def refuse_asynchronous(elastic: bool | None) -> None:
-    """Refuse elastic jobs, for asynchronous servers.
-
-    Args:
-        elastic: See `elasticity`.
-
-    Raises:
-        ClusterError: The job is elastic, by the argument or by `KERASDIST_ELASTIC`.
-    """
-    by_environment = elastic is None and os.environ.get(ELASTIC_VARIABLE) == "1"
-    if not (elastic is True or by_environment):
-        return
-    given = f"{ELASTIC_VARIABLE}='1'" if by_environment else "elastic=True"
-    raise ClusterError(
-        "An asynchronous ParameterServerStrategy can't be elastic: its workers "
-        f"continue without a lost one anyhow. Received: mode='async' with {given}. "
-        "Use mode='sync', or leave that out."
-    )
-
-
 def check_choice(
     name: str, given: object, choices: Sequence[object], more: str = ""
 ) -> None:

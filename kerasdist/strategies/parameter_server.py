@@ -33,11 +33,11 @@ from kerasdist.strategies.local_sums import report_servers
 from kerasdist.strategies.options import (
     CHIEF_REFUSAL,
     ELASTIC_REFUSAL,
+    ELASTIC_VARIABLE,
     Options,
     StrategyJob,
     check_installed,
     elasticity,
-    refuse_asynchronous,
     refuse_together,
 )
 from kerasdist.strategies.sync.elastic_extended import (
@@ -215,12 +215,16 @@ class ParameterServerStrategy(DataParallelStrategy):
             "have servers; or use RingStrategy",
         )
         name_task(place.task_type, place.task_index, place.rank)
-        if mode == "async":
-            refuse_asynchronous(elastic)
-            elastic = False
         bounds = elasticity(
             elastic, min_workers, place.size, start_workers=start_workers
         )
+        if bounds is not None and mode == "async":
+            given = f"{ELASTIC_VARIABLE}='1'" if elastic is None else "elastic=True"
+            raise ClusterError(
+                "An asynchronous ParameterServerStrategy can't be elastic: its workers "
+                "continue without a lost one anyhow. Received: mode='async' with "
+                f"{given}. Use mode='sync', or leave that out."
+            )
         if bounds is not None:
             chief = data == "chief", CHIEF_REFUSAL
             refuse_together(ELASTIC_REFUSAL, "elastic=True", chief)

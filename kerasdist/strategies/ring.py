@@ -13,7 +13,6 @@ from kerasdist.collectives import connect
 from kerasdist.compression import Compressor, compressor_of
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
-from kerasdist.strategies import native_communicator
 from kerasdist.strategies.balance import BalancedExtended, check_balance
 from kerasdist.strategies.cluster_resolver import given_cluster
 from kerasdist.strategies.devices import check_devices
@@ -32,6 +31,7 @@ from kerasdist.strategies.model_parallel import (
     placer_for,
     unpacked,
 )
+from kerasdist.strategies.native_communicator import NativeCommunicator
 from kerasdist.strategies.native_graph_ops import make_native_ops
 from kerasdist.strategies.options import (
     CHIEF_REFUSAL,
@@ -325,7 +325,7 @@ class RingStrategy(DataParallelStrategy):
                 place,
                 timeouts=timeouts,
                 replicas=replicas,
-                native=native_communicator.connector(in_use),
+                native=functools.partial(NativeCommunicator, in_use=in_use),
             )
             connected = connect_by(transport=transport)
             if tune and transport == "auto" and connected.transport == "hierarchical":

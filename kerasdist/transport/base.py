@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import (
@@ -107,6 +108,17 @@ class Connection:
         return kind, to_json(payload)
 
 
+def connection_pair(
+    first: socket.socket, second: socket.socket
+) -> tuple[Connection, Connection]:
+    """Return both ends of a connection in this process, of two connected sockets."""
+    one, other = os.urandom(32), os.urandom(32)
+    return (
+        Connection(first, FrameAuthenticator(one, other)),
+        Connection(second, FrameAuthenticator(other, one)),
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Peer:
     """A rank in messages: its rank in the job and its address."""
@@ -117,6 +129,18 @@ class Peer:
     def __str__(self) -> str:
         """Return its name, for instance `rank 2 (10.0.0.3:2222)`."""
         return f"rank {self.rank} ({self.address})"
+
+
+class Collective(NamedTuple):
+    """One collective, as this rank takes part in it.
+
+    Attributes:
+        call: Its fingerprint, which the other ranks must have, too.
+        deadline: When to give up.
+    """
+
+    call: Call
+    deadline: Deadline
 
 
 class TransportFault(Exception):

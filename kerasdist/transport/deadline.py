@@ -7,7 +7,11 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_Result = TypeVar("_Result")
 
 # An event that also ends waits on sockets.
 
@@ -45,6 +49,32 @@ class Cancellation(threading.Event):
         finally:
             with self._lock:
                 self._bound.discard(sock)
+
+
+# Threads that may wait for what can't be interrupted: the exit doesn't wait for them.
+
+
+def daemon(
+    name: str, target: Callable[..., object], *arguments: Any
+) -> threading.Thread:
+    """Return a thread for `target(*arguments)` that doesn't block the exit."""
+    return threading.Thread(target=target, args=arguments, name=name, daemon=True)
+
+
+def in_daemon(
+    name: str, target: Callable[..., _Result], *arguments: Any
+) -> Future[_Result]:
+    """Begin `target(*arguments)` in such a thread, and return its future result."""
+    found: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(target(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
+
+    daemon(name, run).start()
+    return found
 
 
 # The time limits of a job's phases.

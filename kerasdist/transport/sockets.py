@@ -24,6 +24,7 @@ from kerasdist.errors import ProtocolError
 from kerasdist.transport.base import (
     Aborted,
     CallMismatch,
+    Collective,
     Peer,
     PeerClosed,
     PeerSilent,
@@ -233,8 +234,7 @@ class SocketTransport:
 
     def exchange(
         self,
-        call: Call,
-        deadline: Deadline,
+        collective: Collective,
         *,
         to: int | None = None,
         outgoing: memoryview | bytes = b"",
@@ -244,8 +244,7 @@ class SocketTransport:
         """Send `outgoing` to one rank and fill `incoming` from another, together.
 
         Args:
-            call: The collective that this is part of; the peer's must be equal.
-            deadline: When to give up.
+            collective: The collective that this is part of; the peer's must be equal.
             to: Group rank to send to, or None to send nothing.
             outgoing: The bytes to send, C-contiguous.
             source: Group rank to receive from, or None to receive nothing.
@@ -261,6 +260,7 @@ class SocketTransport:
 
         After an exception the connections are out of step: only `abort` may be called.
         """
+        call, deadline = collective
         sending = receiving = None
         header = pack_header(FrameType.DATA, len(outgoing), call)
         if to is not None:
@@ -347,7 +347,7 @@ class SocketTransport:
             raise Aborted
 
     def share_descriptor(
-        self, call: Call, deadline: Deadline, descriptor: int
+        self, collective: Collective, descriptor: int
     ) -> dict[int, int]:
         """Send a file descriptor to every other rank and receive theirs.
 
@@ -367,8 +367,8 @@ class SocketTransport:
             for distance in range(1, self.size):
                 to = (self.rank + distance) % self.size
                 source = (self.rank - distance) % self.size
-                self._give(to, call, deadline, descriptor)
-                received[source] = self._take(source, call, deadline)
+                self._give(to, collective, descriptor)
+                received[source] = self._take(source, collective)
         except BaseException as error:
             for fd in received.values():
                 os.close(fd)
@@ -377,8 +377,9 @@ class SocketTransport:
             raise
         return received
 
-    def _give(self, to: int, call: Call, deadline: Deadline, descriptor: int) -> None:
+    def _give(self, to: int, collective: Collective, descriptor: int) -> None:
         """Send a file descriptor, which stays open here, too."""
+        call, deadline = collective
         sock, peer = self._out[to], self.peers[to]
         header = memoryview(pack_header(FrameType.DESCRIPTOR, 0, call))
         rights = array.array("i", [descriptor])
@@ -402,8 +403,9 @@ class SocketTransport:
                 header = header[sent:]
                 ancillary = []  # it was sent with the first byte
 
-    def _take(self, source: int, call: Call, deadline: Deadline) -> int:
+    def _take(self, source: int, collective: Collective) -> int:
         """Receive a file descriptor, which the caller owns then."""
+        call, deadline = collective
         sock, peer = self._in[source], self.peers[source]
         header = bytearray()
         descriptors: list[int] = []

@@ -64,8 +64,8 @@ def test_memory_of_this_machine_and_of_other_workers():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"names": "GPU:0"}, r"^`devices` must be a list of names\."),
-        ({"names": []}, r"^A plan needs a device\."),
+        ({"names": "GPU:0"}, r"^`devices` must be a list of device names,"),
+        ({"names": []}, r"^`devices` must be a list of device names,"),
         ({"names": ["gpu"]}, r"^A device must be named as in TensorFlow\."),
         ({"names": ["CPU:0", "CPU:0"]}, r"^`devices` must be different ones\."),
         ({"names": ["GPU:7"]}, r"^There is no device GPU:7 here\."),

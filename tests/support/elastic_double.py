@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from kerasdist.collectives.checked import CheckedCommunicator
+from kerasdist.strategies.elastic_data import ElasticData
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.sync.elastic_extended import ElasticData
 
 
 class ElasticDouble:

@@ -23,9 +23,8 @@ from kerasdist.collectives.checked import SingleCommunicator
 from kerasdist.collectives.ring import RingCommunicator
 from kerasdist.collectives.shared_memory import SharedMemoryCommunicator
 from kerasdist.transport import log
-from kerasdist.transport.base import Connection, Peer
+from kerasdist.transport.base import Connection, Peer, connection_pair
 from kerasdist.transport.deadline import Timeouts
-from kerasdist.transport.handshake import FrameAuthenticator
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.memory import SEGMENT_NAME
 from kerasdist.transport.rendezvous.listener import Listener
@@ -100,12 +99,7 @@ def connections(
     pair: Sequence[socket.socket] | None = None,
 ) -> tuple[Connection, Connection]:
     """Both ends of a connection, as after a handshake."""
-    first, second = socket.socketpair() if pair is None else pair
-    one, other = os.urandom(32), os.urandom(32)
-    return (
-        Connection(first, FrameAuthenticator(one, other)),
-        Connection(second, FrameAuthenticator(other, one)),
-    )
+    return connection_pair(*(pair or socket.socketpair()))
 
 
 def socket_ring(size: int, pair: Callable[[], Any] = socket.socketpair) -> Any:

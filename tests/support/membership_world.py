@@ -1,7 +1,7 @@
 """Workers that agree on epochs, in one thread, with lines of memory.
 
 A `World` has processes with a membership machine each, lines between them, and a
-training job whose steps have two collectives. What happens is an operation, a tuple; a
+training job of collectives. What happens is an operation, a tuple; a
 schedule is a list of them: `run` draws one from a seed. One that can't be done is left
 out.
 
@@ -37,13 +37,11 @@ from kerasdist.collectives.elastic.epochs import (
     Decision,
     Member,
     Message,
-    Progress,
     TooLate,
 )
 
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 
-COLLECTIVES = 2  # of a step
 ROUNDS = 8  # of time-outs, until progress without failures
 _EVENTS = {
     "timeout": epochs.Timeout(),
@@ -65,7 +63,7 @@ class Process:
         self.alive = True
         self.frozen = False
         self.done = 0  # collectives of this epoch
-        # From a step to a number for its weights.
+        # From a collective to a number for its result.
         self.results: dict[int, int] = {0: 0} if machine.decision else {}
 
     @property
@@ -229,7 +227,7 @@ class World:
         number = process.done + 1
         # Also while it is suspended: the result may be there already.
         if all(begun.get(member, 0) >= number for member in epoch[1]):
-            self._finish(process, machine.progress or Progress(0))
+            self._finish(process, (machine.progress or 0) + 1)
             if not machine.suspended and process.epoch == epoch:
                 begun[process.me] = process.done + 1
             return True
@@ -237,16 +235,16 @@ class World:
 
     def _lacks(self, process: Process) -> bool:
         machine = process.machine
-        wanted = machine.decision.verdict.progress.step if machine.decision else 0
-        return machine.progress is None or machine.progress.step < wanted
+        wanted = machine.decision.verdict.progress if machine.decision else 0
+        return machine.progress is None or machine.progress < wanted
 
     def _fetch(self, process: Process) -> bool:
         machine = process.machine
         decision, old = machine.decision, machine.progress
         if decision is None:
             return False
-        wanted = decision.verdict.progress.step
-        for member in decision.verdict.holders:
+        wanted = decision.verdict.progress
+        for member in decision.verdict.furthest:
             holder = self._living(member.id)
             if (
                 holder is not None
@@ -255,7 +253,7 @@ class World:
                 and not self._lacks(holder)
                 and self.reaches(member.id, process.me.id)
             ):
-                fetched = epochs.Fetched(decision.epoch.number, Progress(wanted))
+                fetched = epochs.Fetched(decision.epoch.number, wanted)
                 if TooLate() in self.call(process, fetched) or not process.alive:
                     return True
                 theirs = holder.results
@@ -267,21 +265,16 @@ class World:
                 return True
         return False
 
-    def _finish(self, process: Process, old: Progress) -> None:
-        last = old.collective + 1 == COLLECTIVES
-        step = old.step
-        new = Progress(step + 1) if last else Progress(step, old.collective + 1)
+    def _finish(self, process: Process, number: int) -> None:
         epoch = process.epoch
         # Before a plan that it fulfils: that may end the epoch.
         process.done += 1
-        before = dict(process.results)
-        if last:
-            process.results[step + 1] = hash((before[step], step + 1, epoch))
-        outputs = self.call(process, epochs.Finished(epoch[0] if epoch else 0, new))
-        if TooLate() in outputs:
+        process.results[number] = hash((process.results[number - 1], number, epoch))
+        finished = epochs.Finished(epoch[0] if epoch else 0, number)
+        if TooLate() in self.call(process, finished):
             process.done -= 1
-            process.results = before
-        elif last:
+            del process.results[number]
+        else:
             self.counts["committed"] += 1
 
     # The machine, and what must hold.
@@ -310,17 +303,17 @@ class World:
 
     def _installed(self, process: Process, decision: Decision) -> None:
         epoch, verdict = decision.epoch, decision.verdict
-        me, step = process.me, max(process.results, default=None)
+        me, number = process.me, max(process.results, default=None)
         self.counts["epochs"] += 1
         self.latest = me.id
         self.must(me in epoch.members, f"{me} is in an epoch without it: {epoch}")
         if me in epoch.newcomers:
             process.results = {}
-        elif step is not None:
-            last = verdict.progress.step
+        elif number is not None:
+            last = verdict.progress
             self.must(
-                last - 1 <= step <= last,
-                f"{me} has finished step {step}, the verdict is {verdict}",
+                last - 1 <= number <= last,
+                f"{me} has finished {number}, the verdict is {verdict}",
             )
         process.done = 0
         operable = self._operable(decision)
@@ -397,7 +390,7 @@ class World:
                         self._dead(process.me.id, n)
                     if (n in apart and other.alive) or self._ended(process, other):
                         self._silent(process.me.id, n)
-        for _ in range(4 * COLLECTIVES):
+        for _ in range(8):
             self._quiet()
             for n in list(self.processes):
                 self._work(n)

@@ -22,8 +22,8 @@ from kerasdist._keras.data.arrays import RepeatableIterator
 from kerasdist._keras.protocols import hooks_of
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.checked import SingleCommunicator
+from kerasdist.strategies.elastic_data import ElasticData
 from kerasdist.strategies.options import Options
-from kerasdist.strategies.sync.elastic_extended import ElasticData
 from kerasdist.strategies.sync.extended import DataParallelStrategy, SynchronousExtended
 
 Membership = str | Sequence[str]

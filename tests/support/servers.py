@@ -53,7 +53,7 @@ class Servers(Ranks):
     ) -> None:
         self.settings = ServerSettings(**{"mode": "async", **settings})
         self.timeouts = timeouts
-        self.kind = kind
+        self.kind = "shared_memory" if kind == "memory" else kind
         self.size = workers
         self.clients: list[ServerClient] = []
         self.servers: list[ParameterServer] = []

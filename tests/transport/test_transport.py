@@ -5,7 +5,7 @@ import pytest
 
 from groups import in_threads, open_sockets, outcomes, socket_mesh, socket_ring
 from kerasdist import errors
-from kerasdist.transport.base import CallMismatch, PeerClosed
+from kerasdist.transport.base import CallMismatch, Collective, PeerClosed
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
 from kerasdist.transport.memory import create_segment
@@ -49,8 +49,7 @@ def test_a_ring_in_which_everybody_sends_much_at_once_does_not_stop(make, kind, 
     def work(rank):
         room = bytearray(6_000_000)
         group[rank].exchange(
-            CALL,
-            Deadline(10.0),
+            Collective(CALL, Deadline(10.0)),
             to=(rank + 1) % size,
             outgoing=payloads[rank],
             source=(rank - 1) % size,
@@ -65,13 +64,16 @@ def test_a_ring_in_which_everybody_sends_much_at_once_does_not_stop(make, kind, 
 def test_what_was_sent_before_the_end_still_arrives(make, kind):
     first, second = make(kind, 2)
     room = bytearray(5)
-    first.exchange(CALL, Deadline(60), to=1, outgoing=b"hello")
-    first.exchange(CALL, Deadline(0))  # nothing to do
+    one = Collective(CALL, Deadline(60))
+    first.exchange(one, to=1, outgoing=b"hello")
+    first.exchange(Collective(CALL, Deadline(0)))  # nothing to do
     first.close()
-    second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(room))
+    second.exchange(one, source=0, incoming=memoryview(room))
     assert room == b"hello"
     with pytest.raises(PeerClosed) as caught:
-        second.exchange(CALL, Deadline(60), source=0, incoming=memoryview(room))
+        second.exchange(
+            Collective(CALL, Deadline(60)), source=0, incoming=memoryview(room)
+        )
     assert caught.value.peer == second.peers[0]
 
 
@@ -101,11 +103,12 @@ def test_descriptors_are_closed_when_not_all_come(make, fault):
                     sock.send(b"x" * 40)
             elif fault == "mismatch":
                 for to in range(3):
-                    transport.exchange(Call(7, "barrier"), Deadline(60), to=to)
+                    other = Collective(Call(7, "barrier"), Deadline(60))
+                    transport.exchange(other, to=to)
             return
         mine = fresh_descriptor(rank)
         try:
-            transport.share_descriptor(CALL, Deadline(50.0), mine)
+            transport.share_descriptor(Collective(CALL, Deadline(50.0)), mine)
         finally:
             os.close(mine)
             if rank == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,8 +108,6 @@ class DataUses:
 
     def __init__(self) -> None:
         self._known: list[DataUse] = []
-        # By `id`, which another object may have later.
-        self._places: dict[int, int] = {}
 
     def of(self, data: Any) -> DataUse | None:
         """Return the uses of data, which are added if they aren't known.
@@ -122,10 +119,9 @@ class DataUses:
         data = data if whole is None else whole
         if not isinstance(data, (tf.data.Dataset, py_dataset_adapter.PyDataset)):
             return None
-        place = self._places.get(id(data))
-        if place is not None and self._known[place].is_of(data):
-            return self._known[place]
-        self._places[id(data)] = len(self._known)
+        for use in self._known:
+            if use.is_of(data):
+                return use
         self._known.append(DataUse(data))
         return self._known[-1]
 
@@ -230,15 +226,26 @@ class RepeatableIterator(abc.ABC):
     """An iterator of global batches that goes on after a change of the workers.
 
     A batch is used up when the step on it is committed, and not when it's read.
+
+    Attributes:
+        kind: The kind of the data: two processes continue only with data of one kind.
+        number: The number of the pass over the data, from 1; 0: it isn't known.
+        taken: The number of batches that are used up.
     """
+
+    kind: str
+    number = 0
+    taken = 0
+    # What reads the dataset.
+    _source: Any = None
 
     @property
     @abc.abstractmethod
     def inner(self) -> Any:
         """The iterator from which a step takes this worker's part of the next batch.
 
-        It's made for the present layout of the replicas: another object after a change
-        of the layout, and after `renew`.
+        It's for the present layout of the replicas: after a change of it, and after
+        `renew`, it must be asked for again.
         """
 
     @property
@@ -246,9 +253,9 @@ class RepeatableIterator(abc.ABC):
         """The iterator for a pass that isn't continued after a change."""
         return self.inner
 
-    @abc.abstractmethod
     def commit(self) -> None:
         """Count the batch of a step that has just been finished as used up."""
+        self.taken += 1
 
     @abc.abstractmethod
     def renew(self) -> None:
@@ -257,24 +264,13 @@ class RepeatableIterator(abc.ABC):
         The batches after it follow.
         """
 
-    @property
-    def kind(self) -> str:
-        """The kind of the data: two processes continue only with data of one kind."""
-        return type(self).__name__
-
-    @property
-    @abc.abstractmethod
-    def number(self) -> int:
-        """The number of the pass over the data, from 1; 0: it isn't known."""
-
-    @property
-    @abc.abstractmethod
-    def taken(self) -> int:
-        """The number of batches that are used up."""
-
-    @abc.abstractmethod
     def skip(self, batches: int) -> None:
-        """Begin after this many batches of the pass, of which none was taken."""
+        """Begin after this many batches of the pass, of which none was taken.
+
+        By default they are read.
+        """
+        while self.taken < batches and next(self._source, None) is not None:
+            self.taken += 1
 
     @abc.abstractmethod
     def next_checksum(self) -> int:
@@ -325,66 +321,35 @@ class ArrayData:
             leaves: In the order and form of `leaves`.
             batch_size: Rows of the global batch.
         """
-        parts = self._sliceable()
-        following = iter(leaves)
-
-        def one(array: Any) -> Any:
-            if isinstance(array, array_slicing.TensorflowSparseWrapper):
-                return array_slicing.to_tensorflow_sparse_wrapper(next(following))
-            if array is None or isinstance(array, (list, tuple, dict)):
-                return None
-            return next(following)
-
-        self._parts = tree.traverse(one, parts)
+        parts, following = self._sliceable(), iter(leaves)
+        flat = [x if x is None else next(following) for x in tree.flatten(parts)]
+        self._parts = tree.pack_sequence_as(parts, flat)
         self.samples = int(leaves[0].shape[0])
         self.batch_size = batch_size
 
-    def reader(self) -> Callable[[Any], Any]:
-        """Return a function that reads a batch at once, given its index vector."""
-        inputs = tree.map_structure(_as_tensor, self._taken())
-        return lambda rows: _take_rows(inputs, rows)
+    def rows(self) -> ArrayRows:
+        """Return the rows of the data, which are given up here: they may be a copy."""
+        parts, self._parts = self._sliceable(), None
+        self._inputs = None
+        return ArrayRows(tree.map_structure(_as_tensor, parts))
 
     def _sliceable(self) -> Any:
         if self._parts is None:
-            self._parts = tree.lists_to_tuples(
-                array_slicing.convert_to_sliceable(
-                    self._inputs, target_backend="tensorflow"
-                )
+            parts = array_slicing.convert_to_sliceable(
+                self._inputs, target_backend="tensorflow"
             )
+            self._parts = tree.traverse(_unwrapped, tree.lists_to_tuples(parts))
         return self._parts
-
-    def _taken(self) -> Any:
-        """Return the leaves and give them up: they may be a copy of all data."""
-        parts, self._parts = self._sliceable(), None
-        self._inputs = None
-        return parts
-
-    def pipelines(self) -> Callable[[Any, Any, Any], Any]:
-        """Return a function that makes datasets of batches, reading own rows only.
-
-        Its arguments:
-            parts: A dataset of numbers, one for each batch.
-            rows: Returns a batch's index vector, given its number. AutoGraph converts
-                neither this nor `finish`.
-            finish: Makes the dataset's element from the batch and its number.
-        """
-        return partial(_pipeline, tree.map_structure(_as_tensor, self._taken()))
 
 
 def _leaves(parts: Any) -> list[Any]:
-    found: list[Any] = []
+    return [leaf for leaf in tree.flatten(parts) if leaf is not None]
 
-    def one(array: Any) -> Any:
-        if array is None or isinstance(array, (list, tuple, dict)):
-            if not isinstance(array, array_slicing.TensorflowSparseWrapper):
-                return None
-            found.append(array.sparse)
-            return array
-        found.append(array)
-        return array
 
-    tree.traverse(one, parts)
-    return found
+def _unwrapped(array: Any) -> Any:
+    """Return the sparse tensor that Keras has wrapped; None: go on with its parts."""
+    is_wrapper = isinstance(array, array_slicing.TensorflowSparseWrapper)
+    return array.sparse if is_wrapper else None
 
 
 def _take_rows(inputs: Any, rows: Any) -> Any:
@@ -402,37 +367,62 @@ def _take_rows(inputs: Any, rows: Any) -> Any:
     return tree.traverse(one, inputs)
 
 
-def _pipeline(
-    inputs: Any,
-    parts: Any,
-    rows: Callable[[Any], Any],
-    finish: Callable[[Any, Any], Any],
-) -> Any:
-    # No Python here depends on a tensor, and converting all called functions takes
-    # as long as a small model's first steps.
-    @tf.autograph.experimental.do_not_convert
-    def gather(part: Any, data: Any) -> Any:
-        return finish(_take_rows(data, rows(part)), part)
+class ArrayRows:
+    """The rows of arrays.
 
-    whole = tf.data.Dataset.from_tensors(inputs).repeat()
-    # TensorFlow's graph optimizations serialize the pipeline with all its data, and
-    # parse it again, in each epoch. Keras disables them, too.
-    options = tf.data.Options()
-    options.experimental_optimization.apply_default_optimizations = False
-    # Autotuning is off, too. Its thread may miss that an iterator was released and
-    # sleep on: 10 ms at first, then twice as long each time, at most a minute
-    # (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc), while the next
-    # epoch waits.
-    options.autotune.enabled = False
-    return (
-        tf.data.Dataset.zip((parts, whole))
-        .map(gather, num_parallel_calls=_AT_ONCE, deterministic=True)
-        .prefetch(_AHEAD)
-        .with_options(options)
-    )
+    Args:
+        inputs: A nest of the arrays, as tensors.
+    """
+
+    def __init__(self, inputs: Any) -> None:
+        self._inputs = inputs
+
+    def take(self, rows: Any) -> Any:
+        """Return a batch at once, given its index vector."""
+        return _take_rows(self._inputs, rows)
+
+    def pipeline(
+        self,
+        parts: Any,
+        rows: Callable[[Any], Any],
+        finish: Callable[[Any, Any], Any],
+    ) -> Any:
+        """Return a dataset of batches, which reads their rows only.
+
+        Args:
+            parts: A dataset of numbers, one for each batch.
+            rows: Returns a batch's index vector, given its number. AutoGraph converts
+                neither this nor `finish`.
+            finish: Makes the dataset's element from the batch and its number.
+        """
+
+        # No Python here depends on a tensor, and converting all called functions takes
+        # as long as a small model's first steps.
+        @tf.autograph.experimental.do_not_convert
+        def gather(part: Any, data: Any) -> Any:
+            return finish(_take_rows(data, rows(part)), part)
+
+        whole = tf.data.Dataset.from_tensors(self._inputs).repeat()
+        # TensorFlow's graph optimizations serialize the pipeline with all its data, and
+        # parse it again, in each epoch. Keras disables them, too.
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False
+        # Autotuning is off, too. Its thread may miss that an iterator was released and
+        # sleep on: 10 ms at first, then twice as long each time, at most a minute
+        # (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc), while the next
+        # epoch waits.
+        options.autotune.enabled = False
+        return (
+            tf.data.Dataset.zip((parts, whole))
+            .map(gather, num_parallel_calls=_AT_ONCE, deterministic=True)
+            .prefetch(_AHEAD)
+            .with_options(options)
+        )
 
 
 def _as_tensor(array: Any) -> Any:
+    if isinstance(array, tf.SparseTensor):
+        return array_slicing.to_tensorflow_sparse_wrapper(array)
     return tf.convert_to_tensor(array) if isinstance(array, np.ndarray) else array
 
 

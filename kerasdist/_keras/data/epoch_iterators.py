@@ -15,7 +15,6 @@ from keras.src import tree
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers.data_adapters import (
     array_data_adapter,
-    generator_data_adapter,
     py_dataset_adapter,
 )
 
@@ -28,7 +27,7 @@ from kerasdist._keras.data.pydataset import (
     ItemsInOrder,
     agree_on_order,
 )
-from kerasdist._keras.protocols import AsyncDataHooks, KerasHooks, hooks_of
+from kerasdist._keras.protocols import DataDivision, KerasHooks, hooks_of
 from kerasdist._tf.patching import Original
 from kerasdist.transport.liveness.failure_protocol import final_exception
 
@@ -131,37 +130,41 @@ def init_epoch_iterator(
 
 def _distribute(self: Any, hooks: KerasHooks, generator: GeneratorFacts | None) -> None:
     """Give an epoch iterator its distributed data."""
-    adapter = self.data_adapter
-    if current.data_pending:
-        current.data_pending = False
-        if hooks.dynamic is not None:
-            claim_batches(self, hooks, hooks.dynamic.data)
-            return
-    if hooks.data.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
-        self._distributed_dataset = hooks.data.distribute_arrays(ArrayData(adapter))
-        if hooks.elastic is None and self.steps_per_epoch is None:
-            _begin_epochs_once(self)
-        return
-    if hooks.data.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
-        self._distributed_dataset = hooks.data.distribute_items(ItemData(adapter))
-        if self._distributed_dataset is not None:
-            adapter.enqueuer = None  # it would read all items
-            length = self._distributed_dataset.length
-            if length != adapter.num_batches:
-                self.data_adapter = _WithLength(adapter, length)
-                self._num_batches = length
-            return
-        agree_on_order(adapter, hooks)
-    self._distributed_dataset, length = hooks.data.distribute_dataset(
-        adapter.get_tf_dataset(),
-        adapter.num_batches,
-        generator,
-        is_items=isinstance(adapter, py_dataset_adapter.PyDatasetAdapter),
-    )
-    if length != adapter.num_batches:
+    dynamic = hooks.dynamic if current.data_pending else None
+    current.data_pending = False
+    data = hooks.data if dynamic is None else dynamic.data
+    made, length = _divided(self.data_adapter, hooks, data, generator)
+    self._distributed_dataset = made
+    if length != self.data_adapter.num_batches:
         # The largest number of any worker, because Keras's loop counts batches.
-        self.data_adapter = _WithLength(adapter, length)
+        self.data_adapter = _WithLength(self.data_adapter, length)
         self._num_batches = length
+    if dynamic is not None:
+        _claim_batches(self)
+    elif draws_order(self) and hooks.data.shards and hooks.elastic is None:
+        _begin_epochs_once(self)
+
+
+def _divided(
+    adapter: Any,
+    hooks: KerasHooks,
+    data: DataDivision,
+    generator: GeneratorFacts | None,
+) -> tuple[Any, int | None]:
+    """Return a strategy's iterable over the data of an adapter, and its length."""
+    is_items = isinstance(adapter, py_dataset_adapter.PyDatasetAdapter)
+    if hooks.data.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
+        arrays = data.distribute_arrays(ArrayData(adapter))
+        return arrays, arrays.length
+    if hooks.data.shards and is_items:
+        items = data.distribute_items(ItemData(adapter))
+        if items is not None:
+            adapter.enqueuer = None  # it would read all items
+            return items, items.length
+        agree_on_order(adapter, hooks)
+    return data.distribute_dataset(
+        adapter.get_tf_dataset(), adapter.num_batches, generator, is_items=is_items
+    )
 
 
 def _begin_epochs_once(self: Any) -> None:
@@ -169,6 +172,8 @@ def _begin_epochs_once(self: Any) -> None:
 
     It is for `steps_per_epoch`: otherwise the next epoch drops it and makes another.
     """
+    if self.steps_per_epoch is not None:
+        return
     adapter, data = self.data_adapter, self._distributed_dataset
 
     def enumerate_batches() -> Any:
@@ -176,11 +181,10 @@ def _begin_epochs_once(self: Any) -> None:
         batches, steps = iter(data), self.steps_per_execution
         for step in range(0, self._num_batches, steps):
             yield step, step + steps - 1, batches
-        data.skip_epoch()  # the one that Keras would have begun
+        data.next_pass()  # the one that Keras would have begun
         adapter.on_epoch_end()
 
-    if hasattr(data, "skip_epoch"):
-        self._enumerate_iterator = enumerate_batches
+    self._enumerate_iterator = enumerate_batches
 
 
 def _count_uses(self: Any, hooks: KerasHooks, given: Any) -> None:
@@ -208,12 +212,17 @@ def first_item(iterator: Any) -> Any:
     return adapter._standardize_batch(adapter.py_dataset[0])
 
 
+def iterator_of_fit() -> Any:
+    """Return the epoch iterator of the present `fit`, or None."""
+    return None if current.iterator is None else current.iterator()
+
+
 def batch_size_of_fit() -> int | None:
     """Return the rows of a batch of `fit`, at its beginning; None if not known.
 
     The last one of an epoch may have fewer.
     """
-    iterator = None if current.iterator is None else current.iterator()
+    iterator = iterator_of_fit()
     if iterator is None:
         return None
     adapter = adapter_of(iterator)
@@ -233,7 +242,7 @@ def batch_size_of_fit() -> int | None:
 
 def batches_of_fit() -> int | None:
     """Return the batches of an epoch of `fit`, at its start; None: not known."""
-    iterator = None if current.iterator is None else current.iterator()
+    iterator = iterator_of_fit()
     count = None if iterator is None else iterator.num_batches
     return None if count is None else int(count)
 
@@ -246,43 +255,28 @@ def draws_order(iterator: Any) -> bool:
 
 def fits_arrays() -> bool:
     """Return whether `fit` was given arrays, and neither a dataset nor items."""
-    iterator = None if current.iterator is None else current.iterator()
+    iterator = iterator_of_fit()
     return iterator is not None and draws_order(iterator)
 
 
-def claim_batches(iterator: Any, hooks: KerasHooks, data: AsyncDataHooks) -> None:
+def _claim_batches(self: Any) -> None:
     """Let an epoch iterator yield the batches that this worker claims.
 
     Its step numbers are those of the batches in the whole epoch.
     """
-    adapter = iterator.data_adapter
-    if hooks.data.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
-        dynamic = data.distribute_arrays(ArrayData(adapter))
-    elif hooks.data.shards and isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
-        dynamic = data.distribute_items(ItemData(adapter))
-        adapter.enqueuer = None  # it would read all items
-    else:
-        if hooks.data.shards and isinstance(
-            adapter, generator_data_adapter.GeneratorDataAdapter
-        ):
-            _refuse_generator(hooks.workers.replicas)
-        dynamic = data.distribute_dataset(adapter.get_tf_dataset(), adapter.num_batches)
-    if dynamic.length != adapter.num_batches:
-        iterator.data_adapter = adapter = _WithLength(adapter, dynamic.length)
-        iterator._num_batches = dynamic.length
-    iterator._distributed_dataset = dynamic
+    adapter, dynamic = self.data_adapter, self._distributed_dataset
 
     def enumerate_batches() -> Any:
         adapter.on_epoch_begin()
-        batches = dynamic.begin_epoch(iterator.steps_per_epoch)
+        batches = dynamic.begin_epoch(self.steps_per_epoch)
         if current.readers is not None:
             current.readers.add(dynamic)
         while batches.ready():
             first = batches.number
-            yield first, first + iterator.steps_per_execution - 1, batches
+            yield first, first + self.steps_per_execution - 1, batches
         adapter.on_epoch_end()
 
-    iterator._enumerate_iterator = enumerate_batches
+    self._enumerate_iterator = enumerate_batches
 
 
 class _WithLength:
@@ -300,17 +294,3 @@ def adapter_of(iterator: Any) -> Any:
     """Return the adapter that Keras made for an epoch iterator."""
     adapter = iterator.data_adapter
     return adapter.adapter if isinstance(adapter, _WithLength) else adapter
-
-
-def _refuse_generator(replicas: int) -> None:
-    if replicas == 1:
-        return
-    raise ValueError(
-        "A plain Python generator can't be divided over several replicas: it isn't "
-        "known whether each worker's generator yields the same batches or its own part "
-        f"of them. Received: a generator, with {replicas} replicas. Use arrays, a "
-        "`keras.utils.PyDataset`, or a `tf.data.Dataset` "
-        "(`tf.data.Dataset.from_generator`) of global batches, the same on all "
-        "workers; or, if each worker's generator yields its own part, pass shard='off' "
-        "to the strategy."
-    )

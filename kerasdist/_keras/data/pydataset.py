@@ -192,18 +192,29 @@ class ItemReader:
         close_at_end(self, keep=False)
 
 
-class _Part(py_dataset_adapter.PyDataset):
-    """Some of a PyDataset's items, each with its index."""
+class _Chosen(py_dataset_adapter.PyDataset):
+    """Items of a PyDataset, which are read in its threads or processes.
 
-    def __init__(
-        self, dataset: Any, first: int, step: int, order: Sequence[int] | None
-    ) -> None:
+    Attributes:
+        dataset: The PyDataset.
+    """
+
+    def __init__(self, dataset: Any) -> None:
         super().__init__(
             workers=dataset.workers,
             use_multiprocessing=dataset.use_multiprocessing,
             max_queue_size=dataset.max_queue_size,
         )
-        self._dataset = dataset
+        self.dataset = dataset
+
+
+class _Part(_Chosen):
+    """Some of a PyDataset's items, each with its index."""
+
+    def __init__(
+        self, dataset: Any, first: int, step: int, order: Sequence[int] | None
+    ) -> None:
+        super().__init__(dataset)
         self._first, self._step, self._order = first, step, order
         length = dataset.num_batches
         self._length = None if length is None else len(range(first, length, step))
@@ -216,7 +227,7 @@ class _Part(py_dataset_adapter.PyDataset):
         index = self._first + number * self._step
         if self._order is not None:
             index = int(self._order[index])
-        return index, self._dataset[index]
+        return index, self.dataset[index]
 
 
 def close_at_end(reader: Any, *, keep: bool = True) -> None:
@@ -253,19 +264,14 @@ def _array(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-class ItemsInOrder(py_dataset_adapter.PyDataset):
+class ItemsInOrder(_Chosen):
     """A PyDataset whose items are in an order that all workers agree on.
 
     The order changes only at the end of an epoch, when nothing fetches items.
     """
 
     def __init__(self, dataset: Any, draw: Callable[[int, int], Any]) -> None:
-        super().__init__(
-            workers=dataset.workers,
-            use_multiprocessing=dataset.use_multiprocessing,
-            max_queue_size=dataset.max_queue_size,
-        )
-        self.dataset = dataset
+        super().__init__(dataset)
         self._draw = draw
         self._epoch = 0
         self.order = self._next_order()

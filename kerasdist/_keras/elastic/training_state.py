@@ -28,7 +28,7 @@ from kerasdist._keras.data.arrays import (
     RepeatableIterator,
     uses_of,
 )
-from kerasdist._keras.data.epoch_iterators import adapter_of
+from kerasdist._keras.data.epoch_iterators import adapter_of, iterator_of_fit
 from kerasdist._keras.data.pydataset import ItemsInOrder, discard_read
 from kerasdist._keras.elastic import finished_calls
 from kerasdist._keras.elastic.finished_calls import fits_of
@@ -198,7 +198,7 @@ class DataPlace:
     """
 
     def __init__(self, hooks: KerasHooks) -> None:
-        epoch: Any = None if current.iterator is None else current.iterator()
+        epoch = iterator_of_fit()
         if epoch is None:
             raise RuntimeError("`fit` has no data iterator.")
         self._epoch = epoch

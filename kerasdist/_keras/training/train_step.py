@@ -374,9 +374,8 @@ def symbolic_build(
             return strategy.experimental_local_results(value)[0]
 
         given = iterator._distributed_dataset
-        if isinstance(given, BatchIterable):
-            data_batch = given.example()
-        else:
+        data_batch = given.example() if isinstance(given, BatchIterable) else None
+        if data_batch is None:
             data_batch = first_item(iterator)
         for _, _, batches in iterator if data_batch is None else ():
             if isinstance(batches, BatchIterator):

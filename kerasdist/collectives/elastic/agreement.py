@@ -32,7 +32,6 @@ from kerasdist.collectives.elastic.epochs import (
     Leave,
     Member,
     Message,
-    Progress,
     Received,
     Send,
     Silent,
@@ -48,6 +47,7 @@ from kerasdist.collectives.elastic.peer_messenger import (
     Startup,
     discover_members,
 )
+from kerasdist.transport.deadline import daemon
 
 # Looks for members, each in a thread of its own: a contact takes seconds.
 #
@@ -143,7 +143,7 @@ class PeerProbes:
         self._start(look)
 
     def _start(self, look: Callable[[], None]) -> None:
-        threading.Thread(target=look, name="kerasdist-contact", daemon=True).start()
+        daemon("kerasdist-contact", look).start()
 
 
 _TICK_SECONDS = 1.0
@@ -222,9 +222,7 @@ class MembershipService:
             lines.members = decision.epoch.members
         lines.receive = self._received
         lines.replaced = self._replaced
-        self._thread = threading.Thread(
-            target=self._run, name="kerasdist-agreement", daemon=True
-        )
+        self._thread = daemon("kerasdist-agreement", self._run)
         self._thread.start()
 
     # For the communicator and the groups.
@@ -287,7 +285,7 @@ class MembershipService:
             epoch: The epoch of the group that finished it.
             number: Its number in the job, over all epochs.
         """
-        return self._done(Finished(epoch, Progress(number)))
+        return self._done(Finished(epoch, number))
 
     def fetched(self, epoch: int, number: int, keep: Callable[[], None]) -> bool:
         """Report the result of a collective that another member has finished.
@@ -301,7 +299,7 @@ class MembershipService:
             Whether it is.
         """
         with self._lock:
-            used = self._done(Fetched(epoch, Progress(number)))
+            used = self._done(Fetched(epoch, number))
             if used:
                 keep()
         return used

@@ -20,9 +20,9 @@ answered by DECIDED if its sender is a member of the present one, else by an eld
 EXCLUDED: the others can't rule out that the sender is the one that may continue.
 
 A change may also be planned. By JOIN a process asks all members to become one of them,
-by LEAVING a member asks P to be left out. Then PREPARE names a step that each member
-finishes before 3., so that nothing is aborted. P plans one, too, when all members may
-become elders. GONE is the last message of a process.
+by LEAVING a member asks P to be left out. Then PREPARE names a collective that each
+member finishes before 3., so that nothing is aborted. P plans one, too, when all
+members may become elders. GONE is the last message of a process.
 
 A newcomer proposes nothing, and answers no message of an earlier epoch, until it knows
 that all members are in its epoch: the decision by which it joined may have died with
@@ -59,7 +59,6 @@ from kerasdist.collectives.elastic.epochs import (
     Numbered,
     Output,
     Prepare,
-    Progress,
     Promise,
     Propose,
     Received,
@@ -128,9 +127,9 @@ class Attempt:
         return {member: each.report for member, each in self.promises.items()}
 
 
-# A planned change comes after this many steps, so that all members know of it in time.
-# The others may be in the step after the proposer's already.
-_STEPS_AHEAD = 2
+# A planned change comes after this many collectives, so that all members know of it in
+# time. The others may be in the one after the proposer's already.
+_AHEAD = 2
 
 
 class PaxosParticipant:
@@ -145,7 +144,8 @@ class PaxosParticipant:
 
     Attributes:
         decision: The present epoch, and the verdict by which it began.
-        progress: This worker's progress; None until a newcomer has the state.
+        progress: The number of the last collective that this worker has finished; None
+            until a newcomer has the state.
         suspended: Whether training waits for the next epoch.
         confirmed: Whether all members are known to be in the present epoch.
         stopped: Why this worker takes no further part; None if it does.
@@ -158,7 +158,7 @@ class PaxosParticipant:
     ) -> None:
         self.me = me
         self.decision = decision
-        self.progress = Progress(0) if decision is not None else None
+        self.progress = 0 if decision is not None else None
         self.suspended = False
         self.confirmed = False
         self.stopped: StopReason | None = None
@@ -168,7 +168,7 @@ class PaxosParticipant:
         self._silent: frozenset[Member] = frozenset()
         self._joiners: tuple[Member, ...] = ()
         self._leavers: frozenset[Member] = frozenset()
-        # Of the acceptor. `_planned`: a request whose step isn't finished yet.
+        # Of the acceptor. `_planned`: a request whose collective isn't finished yet.
         self._promised: Ballot | None = None
         self._accepted: tuple[Ballot, Decision] | None = None
         self._planned: tuple[Member, Prepare] | None = None
@@ -232,7 +232,7 @@ class PaxosParticipant:
             # A promise has reported less.
             self._outputs += (TooLate(),)
             return
-        self.progress = event.progress
+        self.progress = event.number
         if isinstance(event, Finished) and not self.confirmed:
             self.confirmed = True
             self._review()
@@ -278,8 +278,7 @@ class PaxosParticipant:
         elif self._attempt is None and (
             self._joiners or self._leavers or self._may_make_all_elders()
         ):
-            done = self.progress.step if self.progress is not None else 0
-            self._start(done + _STEPS_AHEAD)
+            self._start((self.progress or 0) + _AHEAD)
 
     def _may_make_all_elders(self) -> bool:
         """Return whether all members would be elders of a next epoch."""
@@ -380,7 +379,7 @@ class PaxosParticipant:
             return
         if message.after is not None and not self.suspended:
             self._planned = sender, message
-            if self.progress is None or self.progress.step < message.after:
+            if self.progress is None or self.progress < message.after:
                 return
         self._suspend()
         self._promised = message.ballot
@@ -419,8 +418,6 @@ class PaxosParticipant:
         self.decision = decision
         if self.me in epoch.newcomers:
             self.progress = None
-        elif self.progress is not None:
-            self.progress = Progress(self.progress.step)
         self.suspended = False
         self.confirmed = len(epoch.members) == 1
         self._silent &= {*epoch.members, *self._joiners}

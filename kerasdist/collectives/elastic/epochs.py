@@ -67,18 +67,6 @@ class Member(NamedTuple):
     incarnation: int = 0
 
 
-class Progress(NamedTuple):
-    """The last collective that a worker has finished; a later one is larger.
-
-    Attributes:
-        step: Number of finished steps, i.e. of those whose last bucket is reduced.
-        collective: Number of collectives finished since.
-    """
-
-    step: int
-    collective: int = 0
-
-
 class StopReason(enum.Enum):
     """Why a worker stops."""
 
@@ -110,33 +98,30 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class StepVerdict:
-    """The fate of the step during which an epoch ended.
+class CollectiveVerdict:
+    """The fate of the collective during which an epoch ended.
 
-    All steps up to `progress.step` are committed; the next one is aborted wherever it
+    All collectives up to `progress` are finished; the next one is aborted wherever it
     has begun, and done again in the new epoch.
 
     Attributes:
-        progress: The furthest of the members that stay.
-        holders: Those that have finished step `progress.step`. The other members get
-            the result of its last bucket from one of them; newcomers the whole state.
-        furthest: Those that have finished `progress.collective`, too: where it is a
-            broadcast, one of them becomes its root.
+        progress: The largest of the members that stay.
+        furthest: Those that have finished that one. The other members get its result
+            from one of them; newcomers the whole state.
         stop: Why there is no next epoch; None if there is one.
     """
 
-    progress: Progress
-    holders: tuple[Member, ...]
+    progress: int
     furthest: tuple[Member, ...]
     stop: StopReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An epoch, and the verdict on the step before it: what consensus is about."""
+    """An epoch, and the verdict on the collective before: what consensus is about."""
 
     epoch: Epoch
-    verdict: StepVerdict
+    verdict: CollectiveVerdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +129,14 @@ class SuspensionReport:
     """The knowledge of a member that has suspended training.
 
     Attributes:
-        progress: Its own; None if it has no state yet.
+        progress: The number of the last collective that it has finished, over all
+            epochs; None if it has no state yet.
         silent: Members that it isn't in contact with.
         leaving: Whether it wants to leave.
         confirmed: Whether all members are known to be in this epoch.
     """
 
-    progress: Progress | None
+    progress: int | None
     silent: frozenset[Member] = frozenset()
     leaving: bool = False
     confirmed: bool = False
@@ -159,7 +145,7 @@ class SuspensionReport:
 def first_decision(members: tuple[Member, ...]) -> Decision:
     """Return the epoch in which a job starts."""
     epoch = Epoch(0, members, elders=frozenset(members))
-    return Decision(epoch, StepVerdict(Progress(0), members, members))
+    return Decision(epoch, CollectiveVerdict(0, members))
 
 
 def is_quorum(
@@ -214,10 +200,9 @@ def next_decision(
         stop = StopReason.LEFT
     absent = (epoch.absent | set(epoch.members)) - {*members, *dead}
     new = Epoch(epoch.number + 1, members, joiners, elders & set(staying), absent)
-    last = max(reached.values(), default=Progress(0))
-    holders = tuple(member for member in reached if reached[member].step == last.step)
+    last = max(reached.values(), default=0)
     furthest = tuple(member for member in reached if reached[member] == last)
-    return Decision(new, StepVerdict(last, holders, furthest, stop))
+    return Decision(new, CollectiveVerdict(last, furthest, stop))
 
 
 def _in_contact(
@@ -268,7 +253,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """The sender wants to leave after a step."""
+    """The sender wants to leave after a collective."""
 
     epoch: int
 
@@ -295,8 +280,8 @@ class Prepare:
         base: The decision that made this epoch, for a receiver that missed it.
         dead: Processes that are proven dead. A quorum of this ballot counts no other
             ones as dead.
-        after: The step that the receiver finishes first, unless a member is lost. None:
-            it suspends training at once.
+        after: The collective that the receiver finishes first, unless a member is lost.
+            None: it suspends training at once.
     """
 
     epoch: int
@@ -407,22 +392,22 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A collective of epoch `epoch` is finished, which each member must have begun.
+    """Collective `number` is finished, which each member of the epoch must have begun.
 
     Of an all-reduce or a barrier, not of a broadcast: it proves that all members are in
     the epoch.
     """
 
     epoch: int
-    progress: Progress
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """This worker has received what it lacked in epoch `epoch` from another one."""
+    """This worker has the result of collective `number` from another one."""
 
     epoch: int
-    progress: Progress
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +419,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This worker wants to leave after its step."""
+    """This worker wants to leave after its collective."""
 
 
 @dataclass(frozen=True, slots=True)

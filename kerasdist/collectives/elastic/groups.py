@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.collectives.communicator import Communicator
+from kerasdist.collectives.communicator import Communicator, gather_json
 from kerasdist.collectives.connect import connect
 from kerasdist.collectives.elastic.epochs import Decision, Member
 from kerasdist.collectives.elastic.peer_messenger import PeerMessenger
@@ -244,9 +243,8 @@ def introduce(group: Group, decision: Decision, lines: PeerMessenger) -> None:
     """
     first = group.communicator.rank == 0
     names = lines.names(decision.epoch.absent if first else ())
-    mine = np.frombuffer(json.dumps(names).encode(), np.uint8)
-    for theirs in group.communicator.all_gather(mine):
-        lines.learn(json.loads(theirs.tobytes()))
+    for theirs in gather_json(group.communicator, names):
+        lines.learn(theirs)
 
 
 def catch_up(group: Group, decision: Decision, kept: Result | None) -> Result | None:
@@ -267,20 +265,15 @@ def catch_up(group: Group, decision: Decision, kept: Result | None) -> Result | 
     old = [member for member in epoch.members if member not in epoch.newcomers]
     if all(member in verdict.furthest for member in old):
         return None
-    root = group.members.index(verdict.furthest[0])
-    mine = group.communicator.rank == root
-    number = verdict.progress.step
-    arrays = kept.arrays if mine and kept is not None else []
-    facts = json.dumps([[a.dtype.name, list(a.shape)] for a in arrays]).encode()
-
-    def give(array: Array) -> Array:
-        return group.communicator.broadcast([array], root)[0]
-
-    size = int(give(np.array(len(facts), np.int64)))
-    described = give(np.frombuffer(facts if mine else bytes(size), np.uint8))
-    found = []
-    for index, (name, shape) in enumerate(json.loads(described.tobytes())):
-        found.append(give(arrays[index] if mine else np.empty(shape, np.dtype(name))))
-    if group.members[group.communicator.rank] in verdict.furthest:
+    communicator, root = group.communicator, group.members.index(verdict.furthest[0])
+    arrays = []
+    if communicator.rank == root and kept is not None:
+        arrays = kept.arrays
+    forms = [[array.dtype.name, list(array.shape)] for array in arrays]
+    forms = gather_json(communicator, forms)[root]
+    if communicator.rank != root:
+        arrays = [np.empty(shape, np.dtype(name)) for name, shape in forms]
+    found = communicator.broadcast(arrays, root) if arrays else []
+    if group.members[communicator.rank] in verdict.furthest:
         return None
-    return Result(number, found)
+    return Result(verdict.progress, found)

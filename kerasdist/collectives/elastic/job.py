@@ -34,7 +34,7 @@ from kerasdist.collectives.elastic.peer_messenger import PeerMessenger, Startup
 from kerasdist.collectives.elastic.termination import Leaving, Termination
 from kerasdist.transport import log
 from kerasdist.transport.base import Peer
-from kerasdist.transport.deadline import Cancellation
+from kerasdist.transport.deadline import Cancellation, daemon
 from kerasdist.transport.liveness.announcements import WaitOutcome
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.rendezvous.listener import Listener
@@ -351,11 +351,8 @@ class ElasticJob:
             self._connect(decision, self._connecting)
 
     def _connect(self, decision: Decision, connecting: _Connecting) -> None:
-        self._thread = threading.Thread(
-            target=self._change,
-            args=(decision, connecting, time.time()),
-            name="kerasdist-change",
-            daemon=True,
+        self._thread = daemon(
+            "kerasdist-change", self._change, decision, connecting, time.time()
         )
         self._thread.start()
 
@@ -442,7 +439,7 @@ class ElasticJob:
         with self._lock:
             # Else the next change has begun.
             if not connecting.ended:
-                self.communicator.resume(group, decision.verdict.progress.step)
+                self.communicator.resume(group, decision.verdict.progress)
         self._tell(group, pause)
         if text and group.communicator.rank == 0:
             log.log_in_background(logging.WARNING, "kerasdist: %s", text)

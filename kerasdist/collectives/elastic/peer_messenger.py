@@ -38,7 +38,7 @@ from kerasdist.collectives.elastic.epochs import (
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.framing import (
     FrameType,
     read_record,
@@ -46,7 +46,7 @@ from kerasdist.transport.framing import (
     to_object,
     unexpected,
 )
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import dial_address
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import missing_error
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
@@ -535,7 +535,7 @@ class PeerMessenger:
             finally:
                 self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = daemon(name, run)
         self._threads.add(thread)
         thread.start()
 
@@ -553,7 +553,7 @@ class PeerMessenger:
             "seconds": None if self.patience is None else self.patience.remaining(),
         }
         address = self._addresses[to.id]
-        return dial_tcp(address, self._secret, hello, _limit(deadline), self._stop)
+        return dial_address(address, self._secret, hello, _limit(deadline), self._stop)
 
     def _deliver(self, to: Member, waiting: queue.SimpleQueue[bytes | None]) -> None:
         """Send the messages to one member, in order."""

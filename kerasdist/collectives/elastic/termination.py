@@ -28,6 +28,7 @@ import numpy as np
 
 from kerasdist import errors
 from kerasdist.collectives.elastic.communicator import ElasticCommunicator
+from kerasdist.transport.deadline import daemon
 from kerasdist.transport.log import flush, log_in_background
 
 # The members that leave a job as they announce, so that nothing is repeated.
@@ -189,9 +190,7 @@ class Termination:
             # It belongs to the script; then the handler alone writes to the pipe.
             signal.set_wakeup_fd(before)
         signal.signal(signal.SIGTERM, self)
-        self._thread = threading.Thread(
-            target=self._run, name="kerasdist-sigterm", daemon=True
-        )
+        self._thread = daemon("kerasdist-sigterm", self._run)
         self._thread.start()
 
     @classmethod

@@ -48,7 +48,8 @@ from kerasdist.parameter_server.server.handler import (
     Stats,
     request_of,
 )
-from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.base import Collective
+from kerasdist.transport.deadline import Timeouts
 from kerasdist.transport.framing import (
     Call,
     FrameType,
@@ -473,19 +474,17 @@ class ServerCommunicator(CheckedCommunicator):
         mine = np.ascontiguousarray(mine).reshape(shape)
         with (
             self._user_call([(name, shape[1:])]) as detail,
-            self._calling("all_gather", "none", name, 0, detail) as (call, _),
+            self._calling("all_gather", "none", name, 0, detail) as collective,
         ):
             self._count([mine.nbytes])
-            arrays = self._join_round(call, [mine])
+            arrays = self._join_round(collective.call, [mine])
             results = [np.empty((0, *shape[1:]), mine.dtype)] * self.size
             for rank, found in zip(self.ranks, arrays, strict=True):
                 results[rank] = found.copy()
         return results
 
-    def _reduce(
-        self, source: FusedBuffer, lend: bool, call: Call, deadline: Deadline
-    ) -> Array:
-        elements, dtype = source.elements, source.dtype
+    def _reduce(self, source: FusedBuffer, lend: bool, collective: Collective) -> Array:
+        elements, dtype, call = source.elements, source.dtype, collective.call
         client = self._client
         spread = (
             client.settings.mode == "sync"
@@ -523,17 +522,17 @@ class ServerCommunicator(CheckedCommunicator):
                 timer.end("receive", size)
         return flat
 
-    def _gather(self, views: list[memoryview], call: Call, deadline: Deadline) -> None:
+    def _gather(self, views: list[memoryview], collective: Collective) -> None:
         mine = np.frombuffer(views[self.rank], np.uint8)
-        for rank, found in zip(self.ranks, self._join_round(call, [mine]), strict=True):
+        for rank, found in zip(
+            self.ranks, self._join_round(collective.call, [mine]), strict=True
+        ):
             if rank != self.rank:
                 views[rank][:] = found.data
 
-    def _broadcast(
-        self, view: memoryview, root: int, call: Call, deadline: Deadline
-    ) -> None:
+    def _broadcast(self, view: memoryview, root: int, collective: Collective) -> None:
         mine = np.frombuffer(view, np.uint8)
-        arrays = self._join_round(call, [mine] if self.rank == root else [])
+        arrays = self._join_round(collective.call, [mine] if self.rank == root else [])
         if not arrays:
             peer = self.peers[root]
             raise errors.WorkerLost(
@@ -545,8 +544,8 @@ class ServerCommunicator(CheckedCommunicator):
         if self.rank != root:
             view[:] = arrays[0].data
 
-    def _barrier(self, call: Call, deadline: Deadline) -> None:
-        self._join_round(call)
+    def _barrier(self, collective: Collective) -> None:
+        self._join_round(collective.call)
 
     def _join_round(self, call: Call, arrays: Sequence[Array] = ()) -> list[Array]:
         """Join a collective with arrays for server 0; return its result."""

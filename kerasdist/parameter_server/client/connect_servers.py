@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,8 +18,6 @@ from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.parameter_server.channel import (
     Channel,
     ChannelEnded,
-    SocketChannel,
-    memory_pair,
 )
 from kerasdist.parameter_server.client.client import TRANSPORTS, ServerClient
 from kerasdist.parameter_server.client.server_job import (
@@ -40,13 +39,14 @@ from kerasdist.parameter_server.server.handler import Enter, Entered, RequestHan
 from kerasdist.parameter_server.server.registration import PURPOSE
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport import log
-from kerasdist.transport.base import Aborted, Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts
+from kerasdist.transport.base import Aborted, Connection, connection_pair
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.framing import FrameType, read_record, to_object
 from kerasdist.transport.liveness.heartbeat import Heartbeat
+from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.dial import (
     Refused,
-    dial,
+    dial_address,
     hello_of,
     register,
     retry,
@@ -133,7 +133,7 @@ class NetworkConnection(ServerConnection):
         self._secret = secret
         self._heartbeat = heartbeat
         self._transport = transport
-        self._channel: SocketChannel | None = None
+        self._channel: Channel | None = None
         self._reason = ""
         self._stop = stop or Cancellation()
         self._reviver: threading.Thread | None = None
@@ -184,13 +184,16 @@ class NetworkConnection(ServerConnection):
         name = roster.unix_name if shared else None
         try:
             channel = self._retry(
-                lambda: dial(name, self.address, secret, data, deadline, stop), deadline
+                lambda: dial_address(
+                    *(self.address, secret, data, deadline, stop), unix_name=name
+                ),
+                deadline,
             )
         except BaseException:
             control.close()
             raise
         self._keep_counts()
-        self._channel = SocketChannel(channel, shared=shared)
+        self._channel = Channel(channel, shared=shared)
         self._reason = ""
         self._heartbeat.add(self.index, control)
         return roster
@@ -237,11 +240,8 @@ class NetworkConnection(ServerConnection):
             self._lost(reason)
         else:
             # The server waits for its workers; this one may be busy for long.
-            self._reviver = threading.Thread(
-                target=self._revive,
-                args=(generation,),
-                name=f"kerasdist-reviver {self.index}",
-                daemon=True,
+            self._reviver = daemon(
+                f"kerasdist-reviver {self.index}", self._revive, generation
             )
             self._reviver.start()
 
@@ -326,16 +326,16 @@ class InProcessConnection(ServerConnection):
         super().__init__(job)
         self._handler = handler
         self._worker = worker
-        self._channel, theirs = memory_pair()
+        pair = socket.socketpair()
+        for each in pair:
+            close_in_children(each)
+        self._channel, self._theirs = (
+            Channel(end, shared=True) for end in connection_pair(*pair)
+        )
         handler.membership.enter(worker, None)
         if handler.snapshotter is not None:
             handler.snapshotter.start()
-        self._thread = threading.Thread(
-            target=handler.serve,
-            args=(worker, theirs),
-            name="kerasdist-server",
-            daemon=True,
-        )
+        self._thread = daemon("kerasdist-server", handler.serve, worker, self._theirs)
         self._thread.start()
 
     def __str__(self) -> str:
@@ -366,6 +366,8 @@ class InProcessConnection(ServerConnection):
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
         self._handler.close()
+        self._channel.close()
+        self._theirs.close()
 
 
 def connect_servers(

@@ -279,7 +279,7 @@ class ServerConnections:
 
     @property
     def transports(self) -> list[str]:
-        """The transport of each server: "tcp", "shared_memory" or "memory"."""
+        """The transport of each server: "tcp" or "shared_memory"."""
         return [connection.kind for connection in self._every]
 
     @property
@@ -348,7 +348,7 @@ class ServerConnection(abc.ABC):
 
     @property
     def kind(self) -> str:
-        """The transport of the server: "tcp", "shared_memory" or "memory"."""
+        """The transport of the server: "tcp" or "shared_memory"."""
         return self._current().kind
 
     @property

@@ -40,7 +40,7 @@ from typing import Any, Self
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ProtocolError, ServerLost, WorkerLost
-from kerasdist.parameter_server.channel import SocketChannel
+from kerasdist.parameter_server.channel import Channel
 from kerasdist.parameter_server.layout import Layout, ServerSettings
 from kerasdist.parameter_server.membership import (
     Event,
@@ -65,7 +65,7 @@ from kerasdist.parameter_server.server.registration import (
 )
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.deadline import Deadline, Timeouts, daemon
 from kerasdist.transport.framing import (
     FrameType,
     read_record,
@@ -409,7 +409,7 @@ class ParameterServer(ServerTask):
     ) -> None:
         super().__init__(cluster, timeouts, session)
         self._settings = settings
-        self._serving: dict[str, tuple[SocketChannel, threading.Thread]] = {}
+        self._serving: dict[str, tuple[Channel, threading.Thread]] = {}
         self._traffic = collections.Counter(bytes_received=0, bytes_sent=0)
         size = len(cluster.workers)
         self.handler = RequestHandler(
@@ -583,17 +583,17 @@ class ParameterServer(ServerTask):
             if worker is None or self._closed:
                 connection.close()
                 return
-            channel = SocketChannel(connection, shared=hello.shared)
-            thread = threading.Thread(
-                target=self._answer,
-                args=(worker, channel),
-                name=f"kerasdist-server {self.index} rank {rank}",
-                daemon=True,
+            channel = Channel(connection, shared=hello.shared)
+            thread = daemon(
+                f"kerasdist-server {self.index} rank {rank}",
+                self._answer,
+                worker,
+                channel,
             )
             self._serving[hello.incarnation] = channel, thread
             thread.start()
 
-    def _answer(self, worker: WorkerRecord, channel: SocketChannel) -> None:
+    def _answer(self, worker: WorkerRecord, channel: Channel) -> None:
         members = self.handler.membership
         try:
             seen = self.handler.serve(worker, channel)

@@ -25,14 +25,16 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras.data.arrays import ArrayData, BatchIterable, BatchIterator
+from kerasdist._keras.data.arrays import ArrayData, BatchIterable
 from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._keras.protocols import StepTimer
 from kerasdist.parameter_server import END
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import (
+    FetchedBatches,
     count_rows,
+    for_replicas,
     order_of_arrays,
     order_of_items,
     part_of_batch,
@@ -112,12 +114,13 @@ class ArraySource(Source):
     def __init__(self, data: ArrayData, seed: int) -> None:
         super().__init__(-(-data.samples // data.batch_size), seed)
         self._data = data
-        self._take = data.reader()
+        self._rows = data.rows()
         self._order = np.zeros(0, np.int64)
 
     def example(self) -> Any:
         """See `Source.example`."""
-        return self._take(np.arange(min(self._data.samples, self._data.batch_size)))
+        size = min(self._data.samples, self._data.batch_size)
+        return self._rows.take(np.arange(size))
 
     def begin(self, number: int) -> None:
         """See `Source.begin`."""
@@ -127,7 +130,7 @@ class ArraySource(Source):
         """See `Source.read`."""
         start = number * self._data.batch_size
         rows = self._order[start : start + self._data.batch_size]
-        return (self._take(rows),) if rows.size else None
+        return (self._rows.take(rows),) if rows.size else None
 
 
 class ItemSource(Source):
@@ -375,7 +378,7 @@ class AsyncDataset(BatchIterable):
         return number
 
 
-class AsyncBatches(BatchIterator):
+class AsyncBatches(FetchedBatches):
     """This worker's batches of one epoch; read ahead by a thread.
 
     Args:
@@ -391,6 +394,7 @@ class AsyncBatches(BatchIterator):
     def __init__(
         self, dynamic: AsyncDataset, claim: Callable[[], int | None], used: int
     ) -> None:
+        super().__init__()
         self.number = 0
         self.exhausted = False
         self._dynamic = dynamic
@@ -399,33 +403,31 @@ class AsyncBatches(BatchIterator):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kerasdist-reader")
         self._closed = False
         self._ahead: Future[tuple[int, Any] | None] | None = None
-        self._next: tuple[int, Any] | None = None
 
     def ready(self) -> bool:
         """Return whether there is another batch; wait until it is read."""
-        if self._next is None and not self._closed:
-            ahead = self._ahead or self._pool.submit(self._read)
-            begin = time.time()
-            self._next = ahead.result()
-            self._dynamic.timer.waited(time.time() - begin, between=True)
-            self._ahead = None
-            if self._next is None:
-                self.close()
-            else:
-                self.number = self._next[0] - self._used
-                self._ahead = self._pool.submit(self._read)
-        return self._next is not None
+        try:
+            self.at_least_one()
+        except StopIteration:
+            return False
+        return True
 
-    def at_least_one(self) -> AsyncBatches:
-        """See `BatchIterator.at_least_one`."""
-        if not self.ready():
+    def _fetch(self) -> list[Any]:
+        if self._closed:
             raise StopIteration
-        return self
+        ahead = self._ahead or self._pool.submit(self._read)
+        begin = time.time()
+        found = ahead.result()
+        self._dynamic.timer.waited(time.time() - begin, between=True)
+        if found is None:
+            self.close()
+            raise StopIteration
+        self.number = found[0] - self._used
+        self._ahead = self._pool.submit(self._read)
+        return [found[1]]
 
     def __next__(self) -> Any:
-        if not self.ready() or self._next is None:
-            raise StopIteration
-        batch, self._next = self._next[1], None
+        batch = super().__next__()
         self._dynamic.steps += 1
         return batch
 
@@ -451,23 +453,21 @@ class AsyncBatches(BatchIterator):
 def _for_replicas(devices: Sequence[str], batch: Any) -> Any:
     """Put a batch on this worker's device, or divide it over its devices."""
     host = _tf.host_of(devices[0])
+    layout = ReplicaLayout(0, len(devices), len(devices))
+    rows = count_rows(batch) if len(devices) > 1 else None
 
-    def whole(part: Any, device: str) -> Any:
+    def part(replica: int) -> Any:
         def put(leaf: Any) -> Any:
             kept = tf.experimental.Optional, tf.RaggedTensor, tf.SparseTensor
             if leaf is None or isinstance(leaf, kept):
                 return leaf
             tensor = tf.convert_to_tensor(leaf)
-            return tensor if device == host else tf.identity(tensor)
+            return tensor if devices[replica] == host else tf.identity(tensor)
 
-        with tf.device(device):
-            return tf.nest.map_structure(put, part)
+        mine = batch
+        if rows is not None:
+            with tf.device(host):
+                mine = part_of_batch(batch, rows, replica, layout)
+        return tf.nest.map_structure(put, mine)
 
-    if len(devices) == 1:
-        return whole(batch, devices[0])
-    rows, layout = count_rows(batch), ReplicaLayout(0, len(devices), len(devices))
-    parts = [
-        whole(part_of_batch(batch, rows, i, layout), device)
-        for i, device in enumerate(devices)
-    ]
-    return _tf.regroup(parts)
+    return for_replicas(devices, part)

@@ -36,10 +36,10 @@ from kerasdist.strategies.asynchronous.live_group import (
     WorkersChanged,
 )
 from kerasdist.strategies.asynchronous.tables import SharedTables
-from kerasdist.strategies.data.batch_split import split_part
+from kerasdist.strategies.data.batch_split import for_replicas, split_part
 from kerasdist.strategies.data.choice import different_batches
 from kerasdist.strategies.data.own_rows import own_part
-from kerasdist.strategies.data.pydataset_exchange import SharedItems
+from kerasdist.strategies.data.pydataset_exchange import compare_items
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.consensus import Consensus
@@ -200,13 +200,13 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
             [tf.bool, *[each.dtype for each in flat] * len(devices)],
             [tf.TensorShape([]), *[each.shape for each in flat] * len(devices)],
         )
-        parts = []
-        for index, device in enumerate(devices):
-            with tf.device(device):
-                mine = leaves[index * len(flat) : (index + 1) * len(flat)]
-                mine = [tf.identity(leaf) for leaf in mine]
-            parts.append(tf.nest.pack_sequence_as(spec, mine, expand_composites=True))
-        return more, parts[0] if len(parts) == 1 else _tf.regroup(parts)
+
+        def part(index: int) -> Any:
+            mine = leaves[index * len(flat) : (index + 1) * len(flat)]
+            mine = [tf.identity(leaf) for leaf in mine]
+            return tf.nest.pack_sequence_as(spec, mine, expand_composites=True)
+
+        return more, for_replicas(devices, part)
 
     def _nothing(self) -> list[Any]:
         """Return arrays in the place of a batch that isn't there."""
@@ -313,12 +313,30 @@ class AsyncData:
 
     def distribute_items(self, data: ItemData) -> AsyncDataset:
         """Return dynamic batches of a PyDataset."""
-        items = SharedItems(self._workers, self._timer, data)
-        items.agree()
-        return self._make(ItemSource(data, self._data.seed()), items.rows or None)
+        form = compare_items(self._workers.communicator, data)
+        rows = None if form is None else form.rows or None
+        return self._make(ItemSource(data, self._data.seed()), rows)
 
-    def distribute_dataset(self, dataset: Any, length: int | None) -> AsyncDataset:
-        """Return dynamic batches of a `tf.data.Dataset`."""
+    def distribute_dataset(
+        self,
+        dataset: Any,
+        length: int | None,
+        generator: Any = None,
+        *,
+        is_items: bool = False,
+    ) -> tuple[AsyncDataset, int | None]:
+        """Return dynamic batches of a `tf.data.Dataset`, and their number.
+
+        Raises:
+            ValueError: A generator can't be divided.
+        """
+        del is_items  # they come by `distribute_items`, or are each worker's own
+        if generator is not None and self._data.shards:
+            _refuse_generator(self._workers.replicas)
+        made = self._of_dataset(dataset, length)
+        return made, made.length
+
+    def _of_dataset(self, dataset: Any, length: int | None) -> AsyncDataset:
         if OWN_DATA.get(dataset) is not None:
             return self._make(OwnSource(dataset, length), None)
         if length is None:
@@ -366,6 +384,20 @@ class AsyncData:
         """End the epoch for all workers, because one of them wants to stop."""
         if self.present is not None:
             self.present.end_for_all()
+
+
+def _refuse_generator(replicas: int) -> None:
+    if replicas == 1:
+        return
+    raise ValueError(
+        "A plain Python generator can't be divided over several replicas: it isn't "
+        "known whether each worker's generator yields the same batches or its own part "
+        f"of them. Received: a generator, with {replicas} replicas. Use arrays, a "
+        "`keras.utils.PyDataset`, or a `tf.data.Dataset` "
+        "(`tf.data.Dataset.from_generator`) of global batches, the same on all "
+        "workers; or, if each worker's generator yields its own part, pass shard='off' "
+        "to the strategy."
+    )
 
 
 # The epochs of asynchronous workers.
@@ -595,4 +627,5 @@ class AsyncExtended(SynchronousExtended):
         return made if self.workers.is_evaluating else self._loop(made)
 
     def _loop(self, dataset: Any) -> AsyncLoop:
-        return AsyncLoop(self.dynamic_data.distribute_dataset(dataset, None), dataset)
+        dynamic, _ = self.dynamic_data.distribute_dataset(dataset, None)
+        return AsyncLoop(dynamic, dataset)

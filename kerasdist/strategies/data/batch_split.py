@@ -25,7 +25,12 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras.data.arrays import ArrayData, BatchIterator
+from kerasdist._keras.data.arrays import (
+    ArrayData,
+    ArrayRows,
+    BatchIterator,
+    CountedData,
+)
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.reduce.workers import WHOLE, ReplicaLayout, Workers
 
@@ -74,41 +79,6 @@ def order_of_items(length: int | None, shuffle: bool, seed: int, epoch: int) -> 
     return epoch_order(length, 1, True, seed, epoch)
 
 
-def own_rows(
-    order: npt.NDArray[np.int64],
-    batch_size: int,
-    layout: ReplicaLayout,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the samples of a worker's replicas, batch by batch.
-
-    The division is that of `kerasdist.strategies.data.batch_split`.
-
-    Args:
-        order: All samples in the order of the epoch.
-        batch_size: Rows of the global batch.
-        layout: The numbers of the worker's replicas.
-
-    Returns:
-        The samples, and the bounds between parts: part i, that of the worker's replica
-        `i % local` of batch `i // local`, is `samples[bounds[i]:bounds[i + 1]]`.
-    """
-    starts = np.arange(0, len(order), batch_size, dtype=np.int64)
-    rows = np.minimum(batch_size, len(order) - starts)
-    replica = layout.first + np.arange(layout.local + 1, dtype=np.int64)
-    if layout.cuts is None:
-        length, longer = rows // layout.total, rows % layout.total
-        edges = length[:, None] * replica[None, :]
-        edges += np.minimum(replica[None, :], longer[:, None])
-    else:
-        cuts = np.asarray(layout.cuts, np.int64)
-        edges = rows[:, None] * cuts[None, replica] // WHOLE
-    lengths = np.diff(edges).reshape(-1)
-    begins = (starts[:, None] + edges[:, :-1]).reshape(-1)
-    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    places = np.repeat(begins - bounds[:-1], lengths) + np.arange(bounds[-1])
-    return order[places], bounds
-
-
 def _sizes(samples: int, batch_size: int) -> set[int]:
     """Return the numbers of rows that batches of an epoch have."""
     return {min(batch_size, samples), samples % batch_size} - {0}
@@ -136,11 +106,17 @@ def same_length(samples: int, batch_size: int, layout: ReplicaLayout) -> int | N
     return lengths.pop() or None if len(lengths) == 1 else None
 
 
-class ArrayEpochs:
+class ArrayEpochs(CountedData):
     """The iterable over this worker's parts of arrays; each iteration is an epoch.
 
     The order of an epoch depends on the number of the iteration, which is counted
     here, where all workers count alike, and not where TensorFlow prefetches.
+
+    Args:
+        workers: The connected workers.
+        data: The arrays.
+        seed: The seed of the orders; common to all workers.
+        distribute: Distributes a dataset of parts among the worker's replicas.
     """
 
     def __init__(
@@ -150,110 +126,130 @@ class ArrayEpochs:
         seed: int,
         distribute: Callable[[Any], Any],
     ) -> None:
-        self._workers = workers
+        self.workers = workers
         self._data = data
         self._seed = seed
-        self._epoch = 0
         self._distribute = distribute
-        self._take = data.pipelines()
-        self._layout: ReplicaLayout | None = None
-        self.divide()
-
-    def divide(self) -> None:
-        """Make the pipeline of the parts for the present layout of the replicas."""
-        workers, data = self._workers, self._data
-        if self._layout == workers.layout:
-            return
-        self._layout = workers.layout
-        alone = workers.communicator.size == 1
-        self._parts = ArrayParts(workers.layout, data, alone=alone)
-        self._dataset = self._distribute(self._parts.dataset(self._take))
+        self._rows = data.rows()
+        self._epoch = 0
+        # Made for one layout of the replicas: the parts, and all of an epoch.
+        self._parts: ArrayParts | None = None
+        self._whole: Any = None
+        self._order: tuple[int, Any] = (0, None)
 
     def __iter__(self) -> Iterator[Any]:
-        self.divide()
+        return self.begin(self.next_pass())
+
+    @property
+    def length(self) -> int:
+        """The number of batches in an epoch."""
+        return -(-self._data.samples // self._data.batch_size)
+
+    def next_pass(self) -> int:
+        """See `CountedData.next_pass`."""
         self._epoch += 1
-        self._parts.begin(order_of_arrays(self._data, self._seed, self._epoch))
-        return iter(self._dataset)
+        return self._epoch
+
+    def turn_to(self, number: int) -> None:
+        """See `CountedData.turn_to`."""
+        self._epoch = number - 1
 
     def restart(self) -> None:
         """Let the next iteration be the first one."""
         self._epoch = 0
 
-    def skip_epoch(self) -> None:
-        """Count an iteration that isn't made: the later ones have the same orders."""
-        self._epoch += 1
+    def begin(self, epoch: int, first: int = 0) -> Iterator[Any]:
+        """Return an iterator over the parts of an epoch's batches.
+
+        They are for the present layout of the replicas.
+
+        Args:
+            epoch: The number of the epoch.
+            first: The number of the first batch.
+        """
+        parts = ArrayParts(self.workers, self._data)
+        if self._parts is None or not self._parts.is_like(parts):
+            # A new object, because threads may still read ahead for the old one.
+            self._parts, self._whole = parts, None
+        parts = self._parts
+        if first:
+            dataset = self._distribute(parts.dataset(self._rows, first))
+        else:
+            if self._whole is None:
+                self._whole = self._distribute(parts.dataset(self._rows))
+            dataset = self._whole
+        parts.order = self.order(epoch)
+        return iter(dataset)
+
+    def order(self, epoch: int) -> Any:
+        """Return the order of the samples in an epoch."""
+        if self._order[0] != epoch:
+            self._order = epoch, order_of_arrays(self._data, self._seed, epoch)
+        return self._order[1]
 
 
 class ArrayParts:
-    """A worker's parts of the batches of arrays, for one layout of the replicas.
+    """A worker's parts of the batches of arrays, for the present layout.
 
     Args:
-        layout: The numbers of the worker's replicas.
+        workers: The connected workers.
         data: The arrays.
-        alone: Whether there is one worker, which knows the rows of the global batch
-            without communication.
+
+    Attributes:
+        order: The order of all samples in the present epoch. Keras drops an epoch's
+            iterator before it makes the next one.
     """
 
-    def __init__(self, layout: ReplicaLayout, data: ArrayData, *, alone: bool) -> None:
-        self._layout = layout
+    def __init__(self, workers: Workers, data: ArrayData) -> None:
+        self.order: Any = None
+        self._layout = workers.layout
+        # One worker knows the rows of the global batch without communication.
+        self._alone = workers.communicator.size == 1
         self._data = data
-        self._alone = alone
-        # For this epoch: its samples, and the bounds between parts.
-        self._order = self._samples = self._bounds = np.zeros(0, np.int64)
 
-    def begin(self, order: Any) -> None:
-        """Begin an epoch, given the order of all samples.
+    def is_like(self, other: ArrayParts) -> bool:
+        """Return whether others are for the same layout."""
+        return (self._layout, self._alone) == (other._layout, other._alone)
 
-        Keras drops an epoch's iterator before it makes the next one.
-        """
-        self._order = order
-        size = self._data.batch_size
-        self._samples, self._bounds = own_rows(order, size, self._layout)
-
-    def dataset(self, take: Callable[[Any, Any, Any], Any], first: int = 0) -> Any:
+    def dataset(self, data: ArrayRows, first: int = 0) -> Any:
         """Return the dataset of the parts of the epoch that has begun when it's read.
 
         Args:
-            take: See `ArrayData.pipelines`.
+            data: The rows of the arrays.
             first: The number of the first batch.
         """
-        data, layout = self._data, self._layout
-        batches = -(-data.samples // data.batch_size)
-        known = same_length(data.samples, data.batch_size, layout)
+        samples, batch_size = self._data.samples, self._data.batch_size
+        layout, local = self._layout, self._layout.local
+        known = same_length(samples, batch_size, layout)
 
         def rows(part: Any) -> Any:
             chosen = tf.numpy_function(self._rows_of, [part], tf.int64)
             return tf.ensure_shape(chosen, [known])
 
-        sizes = _sizes(data.samples, data.batch_size)
+        sizes = _sizes(samples, batch_size)
         filled = layout.cuts is not None or any(size < layout.total for size in sizes)
 
         def finish(batch: Any, part: Any) -> Any:
             if self._alone and not filled:
                 return batch
-            begin = part // layout.local * data.batch_size
-            total = tf.minimum(data.samples - begin, data.batch_size)
+            total = tf.minimum(samples - part // local * batch_size, batch_size)
             if not filled:
                 return with_facts(batch, total)
-            replica = layout.first + part % layout.local
-            if layout.cuts is not None:
-                cuts = tf.constant(layout.cuts, tf.int64)
-                start, stop = (total * cuts[replica + i] // WHOLE for i in (0, 1))
-                return with_facts(batch, total, stop - start)
-            longer = tf.cast(replica < total % layout.total, tf.int64)
-            return with_facts(batch, total, total // layout.total + longer)
+            replica = layout.first + part % local
+            start, stop = bounds_of_replica(total, replica, layout)
+            return with_facts(batch, total, stop - start)
 
         # As few stages as possible, because each epoch creates all of them.
-        local = layout.local
+        batches = -(-samples // batch_size)
         parts = tf.data.Dataset.range(first * local, batches * local)
-        return take(parts, rows, finish)
+        return data.pipeline(parts, rows, finish)
 
     def _rows_of(self, part: Any) -> Any:
-        begin, end = self._bounds[part], self._bounds[part + 1]
-        if begin == end:  # see `strategies.data.batch_split`
-            stop = (part // self._layout.local + 1) * self._data.batch_size
-            return self._order[:stop][-1:]
-        return self._samples[begin:end]
+        layout, size = self._layout, self._data.batch_size
+        batch, replica = divmod(int(part), layout.local)
+        rows = self.order[batch * size : (batch + 1) * size]
+        start, stop = bounds_of_replica(len(rows), layout.first + replica, layout)
+        return rows[start:stop] if start < stop else rows[-1:]  # see above
 
 
 class FetchedBatches(BatchIterator):
@@ -268,7 +264,7 @@ class FetchedBatches(BatchIterator):
 
     def at_least_one(self) -> BatchIterator:
         """See `BatchIterator.at_least_one`."""
-        if not self._waiting:
+        while not self._waiting:
             self._waiting.extend(self._fetch())
         return self
 
@@ -351,14 +347,9 @@ def fill_if_empty(batch: Any) -> Any:
         shape = tf.concat([[1], tf.shape(tensor)[1:]], 0)
         return tf.zeros(shape, tensor.dtype)
 
-    flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
-
-    def packed(filled: list[Any]) -> Any:
-        left = iter(filled)
-        return map_tensors(lambda _: next(left), batch)
-
     if tf.get_static_value(rows) == 0:
-        return packed([one_row(tensor) for tensor in flat])
+        return map_tensors(one_row, batch)
+    flat = [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
     # Results of unequal shapes: XLA would make all that follow dynamic, and the shapes
     # of some of them are wrong then.
     with _tf.outside_of_xla():
@@ -366,7 +357,22 @@ def fill_if_empty(batch: Any) -> Any:
     for before, after in zip(flat, filled, strict=True):
         if not tf.executing_eagerly() and hasattr(after, "set_shape"):
             after.set_shape(before.shape)
-    return packed(filled)
+    left = iter(filled)
+    return map_tensors(lambda _: next(left), batch)
+
+
+def for_replicas(devices: Sequence[str], make: Callable[[int], Any]) -> Any:
+    """Return the parts of this worker's replicas: one, or a value with all of them.
+
+    Args:
+        devices: The replicas' devices, on which the parts are made.
+        make: Returns a part, given the replica's number on this worker.
+    """
+    parts = []
+    for replica, device in enumerate(devices):
+        with tf.device(device):
+            parts.append(make(replica))
+    return parts[0] if len(parts) == 1 else _tf.regroup(parts)
 
 
 def map_tensors(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -461,12 +467,20 @@ def varying(number: Any) -> Any:
 
 
 def bounds_of_replica(
-    rows: Any, replica: int, layout: ReplicaLayout
+    rows: Any, replica: Any, layout: ReplicaLayout
 ) -> tuple[Any, Any]:
-    """Return a replica's first row, and the one after its last: numbers or tensors."""
-    known, cuts, replicas = tf.get_static_value(rows), layout.cuts, layout.total
+    """Return a replica's first row, and the one after its last: numbers or tensors.
+
+    Args:
+        rows: Number of rows of the batch: a number or a tensor.
+        replica: The replica's number over all workers; a tensor only if `rows` is one.
+        layout: See `part_of_batch`.
+    """
+    cuts, replicas = layout.cuts, layout.total
+    known = rows if isinstance(rows, int) else tf.get_static_value(rows)
     if cuts is not None:
         whole = tf.cast(rows, tf.int64) if known is None else int(known)
+        cuts = cuts if isinstance(replica, int) else tf.constant(cuts, tf.int64)
         return whole * cuts[replica] // WHOLE, whole * cuts[replica + 1] // WHOLE
     if known is not None:
         own = equal_part(int(known), replicas, replica)
@@ -491,8 +505,9 @@ def slice_rows(batch: Any, start: Any, stop: Any) -> Any:
 
 def with_facts(part: Any, total: Any, rows: Any = None) -> Any:
     """Add the facts for a step to a replica's part, see `split_part`."""
-    facts = {"batch": part, _TOTAL: total, _ROWS: rows}
-    return {name: fact for name, fact in facts.items() if fact is not None}
+    facts = {_TOTAL: total, _ROWS: rows}
+    known = {name: fact for name, fact in facts.items() if fact is not None}
+    return {"batch": part, **known} if known else part
 
 
 def split_part(data: Any) -> tuple[Any, Any, Any]:

@@ -14,27 +14,28 @@ those of all workers are in the same order.
 
 from __future__ import annotations
 
+import abc
 import functools
-import itertools
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _tf
-from kerasdist._keras.data.arrays import ArrayData, BatchIterable, BatchIterator
+from kerasdist._keras.data.arrays import ArrayData, BatchIterable
 from kerasdist._keras.data.pydataset import GeneratorFacts, close_at_end
 from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline, iterator_dataset
 from kerasdist.collectives import Communicator
 from kerasdist.strategies.data.batch_split import (
+    FetchedBatches,
     bounds_of_replica,
+    for_replicas,
     slice_rows,
     with_own_facts,
 )
@@ -61,6 +62,7 @@ from kerasdist.strategies.data.encoding import (
     unpack,
 )
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+from kerasdist.transport.deadline import daemon
 
 # Batches that are kept ready.
 _AHEAD = 8
@@ -78,7 +80,7 @@ class ChiefFeed(BatchIterable):
         workers: The connected workers.
         timer: Measures steps, and what they wait for.
         passes: Returns an iterable over the batches of the next pass, and reads none
-            of them yet; only the chief calls it.
+            of them yet; only the chief reads.
         structure: A nest like a batch.
         first: A batch for its shapes; None if there is none.
 
@@ -110,67 +112,74 @@ class ChiefFeed(BatchIterable):
             reader.close()
 
 
-class FeedIterator(BatchIterator):
-    """One pass."""
+class ExchangedBatches(FetchedBatches):
+    """One pass over batches that workers send each other.
+
+    Args:
+        workers: The connected workers.
+        timer: Measures steps, and what they wait for.
+    """
+
+    def __init__(self, workers: Workers, timer: StepTimer) -> None:
+        super().__init__()
+        self._workers, self._timer = workers, timer
+        self._groups = self._read()
+
+    @abc.abstractmethod
+    def _read(self) -> Iterator[list[Any]]:
+        """Yield this worker's parts of the batches of each exchange."""
+
+    def _fetch(self) -> list[Any]:
+        return next(self._groups)
+
+    def _exchange(self, packed: Any, since: float) -> list[Any]:
+        """Return what all workers send.
+
+        Args:
+            packed: The bytes that this one sends.
+            since: The time at which it has begun to read for them.
+        """
+        begin = time.time()
+        every = self._workers.communicator.all_gather(packed)
+        self._timer.waited(begin - since)
+        self._timer.waited(time.time() - begin, others=True)
+        return every
+
+
+class FeedIterator(ExchangedBatches):
+    """One pass over the chief's data."""
 
     def __init__(self, feed: ChiefFeed) -> None:
+        super().__init__(feed.workers, feed.timer)
         self._feed = feed
-        self._reader: _Reader | None = None
         # A dataset that is shuffled again in each pass counts its iterators.
-        chief = feed.workers.communicator.rank == 0
-        self._batches = feed.passes() if chief else ()
-        self._waiting: deque[tuple[str, str, list[Encoded]]] = deque()
-        self._ended: BaseException | None = None
+        self._batches = feed.passes()
 
-    def at_least_one(self) -> FeedIterator:
-        """See `BatchIterator.at_least_one`.
-
-        Raises:
-            StopIteration: There is none.
-            Exception: The error of the chief's data.
-        """
-        if self._ended is not None:
-            raise self._ended
-        if not self._waiting:
-            self._exchange()
-        kind, text, _ = self._waiting[0]
-        if kind == "batch":
-            return self
-        self._waiting.clear()
-        self._ended = StopIteration()
-        if kind == "error":
-            self._ended = RuntimeError(
+    def _read(self) -> Iterator[list[Any]]:
+        feed, reader = self._feed, None
+        if feed.workers.communicator.rank == 0:
+            # Read only when the first batch is needed: Keras makes more iterators
+            # than it uses.
+            feed.close()
+            reader = feed.reader = _Reader(self._batches)
+        end = None
+        while end is None:
+            begin = time.time()
+            packed = np.zeros(0, np.uint8) if reader is None else reader.ready()
+            facts, leaves = unpack(self._exchange(packed, begin)[0])
+            following, end = iter(leaves), facts["end"]
+            batches = [list(islice(following, count)) for count in facts["counts"]]
+            yield [
+                own_rows_of(feed.workers, feed.structure, batch) for batch in batches
+            ]
+        feed.close()
+        if reader is not None and reader.error is not None:
+            raise reader.error
+        if end:
+            raise RuntimeError(
                 "The chief's data, which are used on all workers, have ended with an "
-                f"error. Received: {text}. Rank 0 shows where it was raised."
+                f"error. Received: {end}. Rank 0 shows where it was raised."
             )
-            if self._reader is not None and self._reader.error is not None:
-                self._ended = self._reader.error
-        self._feed.close()
-        raise self._ended
-
-    def __next__(self) -> Any:
-        self.at_least_one()
-        _, _, leaves = self._waiting.popleft()
-        return own_rows_of(self._feed.workers, self._feed.structure, leaves)
-
-    def _exchange(self) -> None:
-        feed = self._feed
-        communicator = feed.workers.communicator
-        timer = feed.timer
-        begin = time.time()
-        packed = np.zeros(0, np.uint8)
-        if communicator.rank == 0:
-            if self._reader is None:
-                # Read only when the first batch is needed: Keras makes more iterators
-                # than it uses.
-                feed.close()
-                self._reader = feed.reader = _Reader(self._batches)
-            packed = _pack(self._reader.ready())
-        read = time.time()
-        every = communicator.all_gather(packed)
-        timer.waited(read - begin)
-        timer.waited(time.time() - read, others=True)
-        self._waiting.extend(_unpack(every[0]))
 
 
 class _Reader:
@@ -186,25 +195,29 @@ class _Reader:
     def __init__(self, batches: Iterable[Any]) -> None:
         self.error: BaseException | None = None
         self._batches = batches
-        self._ready: queue.Queue[tuple[str, str, list[Encoded]]] = queue.Queue(_AHEAD)
+        # Batches; after the last one text: the error that has ended them, or none.
+        self._ready: queue.Queue[list[Encoded] | str] = queue.Queue(_AHEAD)
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._read, name="kerasdist-chief-data", daemon=True
-        )
+        self._thread = daemon("kerasdist-chief-data", self._read)
         self._thread.start()
         close_at_end(self)
 
-    def ready(self) -> list[tuple[str, str, list[Encoded]]]:
-        """Wait for a batch; return it with all others that are ready."""
-        found = [self._ready.get()]
-        size = size_of(found[0][2])
-        while size < _AT_ONCE:
+    def ready(self) -> Any:
+        """Wait for a batch, or the end; return it with all that follows, packed."""
+        batches: list[list[Encoded]] = []
+        end, size = None, 0
+        while end is None and size < _AT_ONCE:
             try:
-                found.append(self._ready.get_nowait())
+                found = self._ready.get(block=not batches)
             except queue.Empty:
                 break
-            size += size_of(found[-1][2])
-        return found
+            if isinstance(found, str):
+                end = found
+            else:
+                batches.append(found)
+                size += size_of(found)
+        facts = {"counts": [len(batch) for batch in batches], "end": end}
+        return pack(facts, [leaf for batch in batches for leaf in batch])
 
     def close(self) -> None:
         """End the thread; one that waits for a batch is abandoned after a while."""
@@ -218,20 +231,20 @@ class _Reader:
         try:
             for batch in self._batches:
                 leaves = [encode(leaf) for leaf in tf.nest.flatten(batch)]
-                if not self._put(("batch", "", leaves)):
+                if not self._put(leaves):
                     return
         except Exception as error:
             self.error = error
             text = str(error).strip() or "no message"
-            self._put(("error", f"{type(error).__name__}: {text.splitlines()[0]}", []))
+            self._put(f"{type(error).__name__}: {text.splitlines()[0]}")
         else:
-            self._put(("end", "", []))
+            self._put("")
         finally:
             end = getattr(self._batches, "close", None)
             if end is not None:
                 end()
 
-    def _put(self, record: tuple[str, str, list[Encoded]]) -> bool:
+    def _put(self, record: list[Encoded] | str) -> bool:
         while not self._closed.is_set():
             try:
                 self._ready.put(record, timeout=_POLL)
@@ -245,13 +258,14 @@ def own_rows_of(workers: Workers, structure: Any, leaves: list[Encoded]) -> Any:
     """Return this worker's part of a batch: per replica, if it has several."""
     layout = workers.layout
     total = next(leaf.rows for leaf in leaves if leaf.rows is not None)
-    parts = []
-    for i, device in enumerate(workers.devices[: layout.local], layout.first):
-        with tf.device(device):
-            part = [_part(leaf, i, layout) for leaf in leaves]
-            nest = tf.nest.pack_sequence_as(structure, part)
-            parts.append(with_own_facts(nest, total, i, layout))
-    return parts[0] if layout.local == 1 else _tf.regroup(parts)
+
+    def part(local: int) -> Any:
+        replica = layout.first + local
+        own = [_part(leaf, replica, layout) for leaf in leaves]
+        nest = tf.nest.pack_sequence_as(structure, own)
+        return with_own_facts(nest, total, replica, layout)
+
+    return for_replicas(workers.devices, part)
 
 
 def _part(leaf: Encoded, replica: int, layout: ReplicaLayout) -> Any:
@@ -268,18 +282,6 @@ def _part(leaf: Encoded, replica: int, layout: ReplicaLayout) -> Any:
     return slice_rows(decode(leaf), rows.start, rows.stop)
 
 
-def _pack(records: list[tuple[str, str, list[Encoded]]]) -> Any:
-    facts = [[kind, text, len(leaves)] for kind, text, leaves in records]
-    return pack({"records": facts}, [leaf for *_, leaves in records for leaf in leaves])
-
-
-def _unpack(packed: Any) -> Iterator[tuple[str, str, list[Encoded]]]:
-    facts, leaves = unpack(packed)
-    following = iter(leaves)
-    for kind, text, count in facts["records"]:
-        yield kind, text, list(itertools.islice(following, count))
-
-
 # Datasets and generators given to Keras: the same on all workers, or the chief's.
 #
 # The first batches are read and compared through the iterator of the first pass:
@@ -289,164 +291,165 @@ def _unpack(packed: Any) -> Iterator[tuple[str, str, list[Encoded]]]:
 _COMPARED = 2
 
 
-class PeekedDataset:
-    """A dataset whose first pass has begun.
-
-    Where its rows are made one by one, what is read are the elements before the maps:
-    each worker can still call these for its own rows.
+class Passes(BatchIterable):
+    """This worker's parts of a dataset, for the layout at the beginning of each pass.
 
     Args:
+        workers: The connected workers.
+        divide: Returns an iterable over this worker's parts of a dataset, given that
+            and whether its first batches have been compared.
+        dataset: The dataset.
+
+    Attributes:
+        workers, divide: See above.
+    """
+
+    def __init__(
+        self, workers: Workers, divide: Callable[[Any, bool], Any], dataset: Any
+    ) -> None:
+        self.workers, self.divide = workers, divide
+        self._dataset = dataset
+        self._layout: ReplicaLayout | None = None
+        self._parts: Any = None  # for that layout
+
+    def example(self) -> Any | None:
+        """See `BatchIterable.example`."""
+        return None
+
+    def __iter__(self) -> Iterator[Any]:
+        # Batches are read ahead, so that they are for one layout between two passes.
+        if self._layout != self.workers.layout:
+            self._layout = self.workers.layout
+            self._parts = self.divide(self._dataset, False)
+        return iter(self._parts)
+
+
+class PeekedDataset(Passes):
+    """A dataset whose first pass has begun.
+
+    Where its rows are made one by one, what is read, and given to `divide`, are the
+    windows of elements before the maps: each worker can still call these for its own
+    rows.
+
+    Args:
+        workers, divide: See `Passes`.
         dataset: The dataset.
         pipeline: Its pipeline, if its rows are made one by one.
 
     Attributes:
+        dataset: The dataset.
         head: The first batches of it.
         seconds: The time that the last element took that was read.
     """
 
-    def __init__(self, dataset: Any, pipeline: RowPipeline | None = None) -> None:
+    def __init__(
+        self,
+        workers: Workers,
+        divide: Callable[[Any, bool], Any],
+        dataset: Any,
+        pipeline: RowPipeline | None = None,
+    ) -> None:
+        elements = dataset if pipeline is None else pipeline.windows
+        super().__init__(workers, divide, elements)
+        self.dataset = dataset
         self._pipeline = pipeline
-        self._dataset = dataset if pipeline is None else pipeline.windows
         self.seconds = 0.0
-        # When an iterator is released, TensorFlow waits for its tuning thread, which
-        # may sleep for a minute; see `ArrayData.pipelines`. Without tuning AUTOTUNE
-        # means as many calls at once as there are threads.
-        options = tf.data.Options()
-        options.autotune.enabled = False
-        self._untuned = self._dataset.with_options(options)
-        self._iterator: Any = iter(self._untuned)
+        self._iterator: Any = iter(_untuned(elements))
         self._read: list[Any] = []
         for _ in range(_COMPARED):
             begin = time.perf_counter()
-            self._read += itertools.islice(self._iterator, 1)
+            self._read += islice(self._iterator, 1)
             self.seconds = time.perf_counter() - begin
         self.head = self._read
         if pipeline is not None and self._read:
             windows = map(tf.data.Dataset.from_tensors, self._read)
             read = functools.reduce(lambda one, other: one.concatenate(other), windows)
-            self.head = list(
-                pipeline.batches(read.with_options(self._untuned.options()))
-            )
-        self._begun = True  # and nothing of that pass has been taken
-
-    def passes(self) -> Iterable[Any]:
-        """Return an iterable over the batches of the next pass."""
-        pipeline, elements = self._pipeline, self._untuned
-        if self._begun:
-            self._begun = False
-            if pipeline is None:
-                elements = itertools.chain(self._read, self._iterator)
-            else:
-                elements = self._following(elements)
-            self.drop()
-        return iter(elements if pipeline is None else pipeline.batches(elements))
-
-    def drop(self) -> None:
-        """Release the pass that has begun."""
-        self._iterator, self._read, self.head = None, [], []
-
-    def divided(self, divide: Callable[[Any, Any], Any]) -> Passes:
-        """Return the passes over this worker's parts, for Keras to iterate over.
-
-        Args:
-            divide: Returns an iterable over this worker's parts of a dataset, or of
-                `RowPipeline.windows`, given its first batches or None.
-        """
-        every, head = self._dataset, self.head
-        first = divide(self._following(every), head)
-        example = head[0] if head else None
-        return Passes(first, lambda: divide(every, None), self._iterator, example)
-
-    def _following(self, dataset: Any) -> Any:
-        """Return a dataset of the first pass, with the options of another."""
-        first = iterator_dataset(self._iterator, dataset)
-        for element in reversed(self._read):
-            first = tf.data.Dataset.from_tensors(element).concatenate(first)
-        return first.with_options(dataset.options())
-
-
-class Passes(BatchIterable):
-    """This worker's parts of a dataset: of the first pass, which has begun, and others.
-
-    Args:
-        first: The rest of the first pass.
-        every: Returns the parts of the whole dataset. Making a pipeline takes long,
-            and one epoch needs only the first pass.
-        iterator: The iterator that the first pass reads.
-        example: A batch, for its shapes; None if there is none.
-    """
-
-    def __init__(
-        self, first: Any, every: Callable[[], Any], iterator: Any, example: Any
-    ) -> None:
-        self._first = first
-        self._every = functools.cache(every)
-        self._iterator = iterator
-        self._example = example
+            self.head = list(pipeline.batches(_untuned(read)))
+        self._is_first = True
 
     def example(self) -> Any | None:
         """See `BatchIterable.example`."""
-        return self._example
+        return self.head[0] if self.head else None
 
     def __iter__(self) -> Iterator[Any]:
-        first, self._first = self._first, None
-        if first is not None:
-            return iter(first)
-        self._iterator = None
-        return iter(self._every())
+        if not self._is_first:
+            self._iterator = None  # until now its pass was read
+            # Making a pipeline takes long, and one epoch needs only the first pass.
+            return super().__iter__()
+        self._is_first = False
+        first = iterator_dataset(self._iterator, self._dataset)
+        for element in reversed(self._read):
+            first = tf.data.Dataset.from_tensors(element).concatenate(first)
+        self._read, self.head = [], self.head[:1]
+        return iter(self.divide(first.with_options(self._dataset.options()), True))
+
+    def whole(self, elements: Any, compared: bool) -> Any:
+        """Return the whole batches, in the place of `divide`."""
+        del compared
+        pipeline = self._pipeline
+        return _untuned(elements if pipeline is None else pipeline.batches(elements))
+
+
+def _untuned(dataset: Any) -> Any:
+    """Return a dataset that isn't tuned.
+
+    When an iterator is released, TensorFlow waits for its tuning thread, which may
+    sleep for a minute; see `ArrayRows.pipeline`. Without tuning AUTOTUNE means as many
+    calls at once as there are threads.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
 
 
 def verify_or_adopt_dataset(
-    workers: Workers,
+    peeked: PeekedDataset,
     timer: StepTimer,
     choice: DataChoice,
-    dataset: Any,
     length: int | None,
     generator: GeneratorFacts | None = None,
-    rows: RowPipeline | None = None,
-) -> tuple[PeekedDataset, ChiefFeed | None, int | None]:
-    """Begin to read a dataset; let all workers use the chief's, if theirs differ.
+) -> tuple[PeekedDataset | ChiefFeed, int | None]:
+    """Let all workers use the chief's batches, if theirs differ.
 
     Args:
-        workers: The connected workers.
+        peeked: This worker's dataset of global batches.
         timer: Measures steps, and what they wait for.
         choice: Decides whose data are used.
-        dataset: This worker's dataset of global batches.
         length: Number of its batches; None: unknown.
         generator: The facts of the plain generator that the dataset reads, if any.
-        rows: The dataset's pipeline, if its rows are made one by one.
 
     Returns:
-        The dataset; the feed of the chief's batches, or None if each worker uses its
-        own; and the number of batches that counts.
+        The dataset, or the feed of the chief's batches; and the number of batches that
+        counts.
 
     Raises:
         ValueError: They differ, and the chief's can't be used. All workers raise it.
     """
-    communicator = workers.communicator
+    communicator = peeked.workers.communicator
     name = "datasets" if generator is None else "generators"
-    peeked = PeekedDataset(dataset, rows)
+    source = peeked.dataset if generator is None else generator
     content = Content([batch_of(batch) for batch in peeked.head])
     why = choice.of_chief(
         communicator,
         name,
         content,
         length=length,
-        origin=lambda: origin_of(dataset if generator is None else generator),
+        origin=lambda: origin_of(source),
         different=lambda others, _: different_batches(others, communicator.ranks[0]),
         strange=generator is not None,
     )
     if not why and generator is not None and choice.mode == "auto":
         why = "a generator isn't known to be the same on all workers"
     if not why:
-        return peeked, None, length
+        return peeked, length
     known = chiefs_facts(communicator, {"length": length})["length"]
-    example = peeked.head[0] if peeked.head else None
-    if communicator.rank > 0:
-        peeked.drop()
-    feed = ChiefFeed(workers, timer, peeked.passes, dataset.element_spec, example)
+    structure, example = peeked.dataset.element_spec, peeked.example()
+    passes: Callable[[], Iterable[Any]] = tuple
+    if communicator.rank == 0:
+        peeked.divide = peeked.whole
+        passes = peeked.__iter__
     choice.tell(name, why, content.leaves)
-    return peeked, feed, known
+    return ChiefFeed(peeked.workers, timer, passes, structure, example), known
 
 
 # Batches of `train_on_batch` and the like: the same on all, or the chief's.

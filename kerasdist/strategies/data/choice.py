@@ -28,9 +28,10 @@ from kerasdist.strategies.data.comparison import (
     Content,
     Hashes,
     Origin,
+    digest_of,
     hash_text,
 )
-from kerasdist.strategies.data.encoding import Encoded, size_of
+from kerasdist.strategies.data.encoding import Encoded, encode, size_of
 from kerasdist.strategies.reduce.workers import Workers
 
 # Messages for users about data that differ between the workers.
@@ -182,14 +183,8 @@ def _tensors_of(batch: Any) -> list[Any]:
 
 def checksum_of(*arrays: Any) -> Any:
     """Return a checksum of arrays, never 0."""
-    crc = 0
-    for array in arrays:
-        data = np.ascontiguousarray(array)
-        if data.dtype == object:
-            crc = zlib.crc32(repr(data.tolist()).encode(), crc)
-        else:
-            crc = zlib.crc32(data.tobytes(), crc)
-    return np.int64(crc + 1)
+    digest = digest_of([encode(array) for array in arrays])
+    return np.int64((hash_text(digest.encode()) >> 1) | 1)
 
 
 # Evidence from rows' hashes that two workers hold the same data.
@@ -227,28 +222,12 @@ class Sample:
     repeated: float
 
 
-class Seen:
-    """The rows that this worker has held so far, where the workers' data differed."""
-
-    def __init__(self) -> None:
-        self._parts: list[Hashes] = []
-
-    def add(self, hashes: Hashes) -> None:
-        """Remember rows."""
-        self._parts.append(np.unique(hashes))
-
-    def extend(self, other: Seen) -> None:
-        """Remember the rows of another `Seen`."""
-        self._parts += other._parts
-
-    def count(self, hashes: Hashes) -> int:
-        """Return how many of these rows are among those that were added."""
-        found = np.zeros(len(hashes), bool)
-        for part in self._parts:
-            if len(part):
-                places = np.minimum(np.searchsorted(part, hashes), len(part) - 1)
-                found |= part[places] == hashes
-        return int(found.sum())
+def count_known(known: Hashes, hashes: Hashes) -> int:
+    """Return how many rows are among known ones, which are sorted."""
+    if not len(known):
+        return 0
+    places = np.minimum(np.searchsorted(known, hashes), len(known) - 1)
+    return int((known[places] == hashes).sum())
 
 
 def sample_rows(hashes: Hashes) -> Sample:
@@ -311,15 +290,24 @@ class DataChoice:
     Args:
         mode: "auto", "same" or "chief".
         log_once: Logs a line on the chief, given the kind of data and a line.
+        explain: Returns the error that is raised in place of one.
 
     Attributes:
-        mode: The argument.
+        mode, explain: The arguments.
     """
 
-    def __init__(self, mode: str, log_once: Callable[[str, str], None]) -> None:
-        self.mode = mode
+    def __init__(
+        self,
+        mode: str,
+        log_once: Callable[[str, str], None],
+        explain: Callable[[ValueError], ValueError] = lambda error: error,
+    ) -> None:
+        self.mode, self.explain = mode, explain
         self._log_once = log_once
-        self._seen = Seen(), Seen()  # of whole rows, of their x
+        # The rows that this worker has held so far, where the workers' data differed:
+        # whole ones, and their x.
+        nothing = np.zeros(0, np.uint64)
+        self._seen: Sequence[Hashes] = (nothing, nothing)
         self._proved = ""
 
     def of_chief(
@@ -362,7 +350,8 @@ class DataChoice:
             return ""
         same_data = len({(theirs["x"], theirs["rest"]) for theirs in every}) == 1
         if self.mode == "same" or same_data:
-            raise different(others, [theirs["settings"] for theirs in every])
+            settings_of_all = [theirs["settings"] for theirs in every]
+            raise self.explain(different(others, settings_of_all))
         forms = [theirs["form"] for theirs in every if theirs["form"]]
         if any(form != forms[0] for form in forms):
             named = zip(ranks, every, strict=True)
@@ -417,9 +406,7 @@ class DataChoice:
         """Return why the rows show that the data are the same, and the evidence."""
         x, rest = content.row_hashes()
         whole = x if len(rest) != len(x) else x * np.uint64(3) + rest
-        present = Seen(), Seen()
-        for seen, hashes in zip(present, (whole, x), strict=True):
-            seen.add(hashes)
+        present = np.unique(whole), np.unique(x)
         order = str(hash_text(np.sort(whole).tobytes()))
         same_rest = len({theirs["rest"] for theirs in every}) == 1 and len(rest) > 0
         telling = same_rest and is_telling(rest)
@@ -430,10 +417,8 @@ class DataChoice:
         kind = 0 if len(rest) else 1
         equal = [order == orders[0][0] for order, _ in orders]
 
-        held = Seen()
-        held.extend(self._seen[kind])
-        held.extend(present[kind])
-        alike, found = _all_alike(communicator, whole, held.count, equal)
+        held = np.union1d(self._seen[kind], present[kind])
+        alike, found = _all_alike(communicator, whole, held, equal)
         if alike:
             self._remember(present, _ROWS)
             return "they hold the same rows, in part or in another order", found
@@ -442,10 +427,9 @@ class DataChoice:
             return "the same targets, of other inputs", found
         return "", found
 
-    def _remember(self, rows: tuple[Seen, Seen], what: str) -> None:
+    def _remember(self, rows: Sequence[Hashes], what: str) -> None:
         """Remember rows of data that were found to be the same, and the evidence."""
-        for seen, present in zip(self._seen, rows, strict=True):
-            seen.extend(present)
+        self._seen = list(map(np.union1d, self._seen, rows))
         self._proved = _TARGETS if _TARGETS in (what, self._proved) else _ROWS
 
     def _by_earlier(self, communicator: Communicator, rows: int) -> str:
@@ -519,12 +503,10 @@ def _by_origin(
     for key in sorted(first["rows"]):
         if len({theirs["rows"][key] for theirs in every}) > 1:
             rows = origin.rows[key]
-            seen = Seen()
-            seen.add(rows)
             ordered = gather_json(communicator, str(hash_text(np.sort(rows).tobytes())))
             if len(set(ordered)) > 1:
                 equal = [each == ordered[0] for each in ordered]
-                alike, of = _all_alike(communicator, rows, seen.count, equal)
+                alike, of = _all_alike(communicator, rows, np.unique(rows), equal)
                 if not alike:
                     raise _own_parts(name, f"they are made from {key}: {of}")
         if key in first["enough"]:
@@ -535,7 +517,7 @@ def _by_origin(
 def _all_alike(
     communicator: Communicator,
     rows: Hashes,
-    count: Callable[[Hashes], int],
+    held: Hashes,
     equal: list[bool],
 ) -> tuple[bool, str]:
     """Return whether all workers' rows are also the chief's, and the evidence as text.
@@ -543,13 +525,13 @@ def _all_alike(
     Args:
         communicator: The communicator of the workers that compare.
         rows: This worker's rows.
-        count: Returns how many of some rows this worker has held.
+        held: All rows that this worker has held, see `count_known`.
         equal: For each rank, whether its rows are known to be the chief's.
     """
     sample = sample_rows(rows)
     samples = communicator.all_gather(sample.hashes.view(np.int64))
-    found = np.array([count(theirs.view(np.uint64)) for theirs in samples], np.int64)
-    every = communicator.all_gather(np.array([found]))
+    found = [count_known(held, theirs.view(np.uint64)) for theirs in samples]
+    every = communicator.all_gather(np.array([found], np.int64))
     repeated = [
         float(part[0]) for part in communicator.all_gather(np.float64(sample.repeated))
     ]

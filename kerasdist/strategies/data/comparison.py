@@ -161,7 +161,9 @@ def row_hashes(leaves: Sequence[Encoded]) -> Hashes:
     for place, leaf in enumerate(leaves):
         if leaf.rows is None or (total is not None and leaf.rows != len(total)):
             continue
-        hashes = _mixed(_hashes_of(leaf) + np.uint64(2 * place + 1) * _GOLDEN)
+        # An array, because numpy warns of an overflow of one number.
+        salt = np.array([2 * place + 1], np.uint64) * _GOLDEN
+        hashes = _mixed(_hashes_of(leaf) + salt)
         total = hashes if total is None else total + hashes
     return np.zeros(0, np.uint64) if total is None else total
 

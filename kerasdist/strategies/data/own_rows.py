@@ -11,20 +11,21 @@ windows and batches never get out of step: where the last one has fewer, its las
 element is repeated, and cut off from the batch.
 
 The first batches of each pass are made as a whole, for the check that all workers have
-the same ones.
+the same ones, unless they have been compared before.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
+from kerasdist._keras.data.arrays import CountedData
 from kerasdist._keras.protocols import StepTimer
 from kerasdist._tf.row_pipelines import RowPipeline
 from kerasdist._tf.variables import OWN_DATA
@@ -32,6 +33,7 @@ from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.data.batch_split import (
     FetchedBatches,
     bounds_of_replica,
+    for_replicas,
     parts_of_replicas,
     read_ahead,
     slice_rows,
@@ -43,7 +45,6 @@ from kerasdist.strategies.data.batch_split import (
 from kerasdist.strategies.data.choice import (
     CHECKSUM,
     SameBatches,
-    checksum_of_batch,
 )
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
@@ -54,60 +55,130 @@ from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
 # lengths may differ. A worker whose dataset has ended continues with empty batches,
 # which weigh nothing, until all have ended: so no worker waits for one that has left.
 # Each batch costs one small collective. The same holds for datasets that are divided by
-# file, see `own_rows`; there a worker without any data is an error.
+# file, see `own_part`; there a worker without any data is an error.
+#
+# Where workers may be lost, the others can't read a lost worker's data: what it hasn't
+# trained on in this epoch is skipped, and one line reports that. A dataset that is
+# divided by file is divided among the present workers at the beginning of each pass.
 
 # TensorFlow's message on each rank that has a file; the last of them has seen all.
 _TOO_FEW_FILES = re.compile(r"the dataset only has (\d+) file")
 
 
-class PerWorkerDataset:
-    """The iterable for Keras in place of a worker's own distributed dataset."""
+class PerWorkerDataset(CountedData):
+    """The iterable for Keras in place of a worker's own distributed dataset.
+
+    Args:
+        workers: The connected workers.
+        timer: Measures steps, and the time of waiting.
+        dataset: The worker's own dataset.
+
+    Attributes:
+        dataset: See above.
+        divide: Returns the worker's own part of data that all workers have; None: each
+            worker has its own in any case.
+        tell: Prints a line for the user, given its kind; None: no worker may be lost.
+    """
+
+    divide: Callable[[], Any] | None = None
+    tell: Callable[[str, str], None] | None = None
 
     def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
-        self._workers, self._timer = workers, timer
-        self._dataset = dataset
+        self.workers, self.timer, self.dataset = workers, timer, dataset
+        self._layout = workers.layout
+        self._lost = 0
 
     def __iter__(self) -> PerWorkerIterator:
-        return PerWorkerIterator(self._workers, self._timer, self._dataset)
+        if self.divide is not None and self._layout != self.workers.layout:
+            self._layout = self.workers.layout
+            self.dataset = self.divide()
+        self.next_pass()
+        return PerWorkerIterator(self)
+
+    def report(self, lost: int) -> None:
+        """Report workers that were lost in a pass."""
+        self._lost += lost
+        text = (
+            f"kerasdist: {lost} worker(s) with data of their own were lost; their "
+            "batches that are left in this epoch are skipped."
+        )
+        if self.divide is not None:
+            text += " The next epoch's data are divided among the others."
+        if self.tell is not None:
+            self.tell(f"lost data {self._lost}", text)
 
 
 class PerWorkerIterator(FetchedBatches):
-    """One pass over all workers' own datasets."""
+    """One pass over all present workers' own datasets."""
 
-    def __init__(self, workers: Workers, timer: StepTimer, dataset: Any) -> None:
+    def __init__(self, data: PerWorkerDataset) -> None:
         super().__init__()
-        self._workers, self._timer = workers, timer
-        self._iterator = iter(dataset)
-        self._spec = dataset.element_spec
-        self._by_file = OWN_DATA.get(dataset)
+        self._data, self._workers = data, data.workers
+        self._size = data.workers.size
+        self._iterator = iter(data.dataset)
+        self._spec = data.dataset.element_spec
+        self._by_file = OWN_DATA.get(data.dataset)
         self._last: Any = None
+        self._paused = False
+        # A batch that was read for its form, and not yielded yet.
+        self._ahead: Any = None
+
+    def pause(self, paused: bool) -> bool:
+        """See `BatchIterator.pause`.
+
+        Data that are divided by file are divided again in the next pass.
+        """
+        if paused and self._last is None:
+            optional = self._iterator.get_next_as_optional()
+            if optional.has_value():
+                self._ahead, self._last = optional, optional.get_value()
+        self._paused = paused or self._by_file is True
+        return True
+
+    @property
+    def admits(self) -> bool:
+        """See `BatchIterator.admits`: the first batch by file is another collective."""
+        return self._paused or not self._by_file or self._last is not None
 
     def _fetch(self) -> list[Any]:
+        try:
+            return self._fetch_one()
+        finally:
+            # At the end of the data, too, of which the lost worker may have had more.
+            before, self._size = self._size, self._workers.size
+            if self._size < before:
+                self._data.report(before - self._size)
+
+    def _fetch_one(self) -> list[Any]:
+        timer = self._data.timer
         begin = time.time()
-        optional = self._next_own()
-        here = bool(optional.has_value())
+        optional = None if self._paused else self._next_own()
+        here = optional is not None and bool(optional.has_value())
         fetched = time.time()
-        self._timer.waited(fetched - begin)
+        timer.waited(fetched - begin)
         any_left = Consensus(self._workers).any_of(here)
-        self._timer.waited(time.time() - fetched, others=True)
+        timer.waited(time.time() - fetched, others=True)
         if not any_left:
             raise StopIteration
-        if here:
+        if optional is not None and here:
             self._last = optional.get_value()
             return [self._last]
         if self._last is None:
             return [tf.nest.map_structure(self._empty, self._spec)]
         # This worker's results count for nothing, see `data.batch_split`.
-        local = self._workers.local_replicas
         none = tf.constant(0, tf.int64)
-        idle = []
-        for replica in range(local):
+
+        def idle(replica: int) -> Any:
             batch, _, _ = split_part(_tf.select_replica(replica, self._last))
-            idle.append(with_facts(slice_rows(batch, 0, 1), None, none))
-        return idle if local == 1 else [_tf.regroup(idle)]
+            return with_facts(slice_rows(batch, 0, 1), None, none)
+
+        return [for_replicas(self._workers.devices, idle)]
 
     def _next_own(self) -> Any:
         """Return this worker's next batch as an optional."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            return ahead
         if self._by_file and self._last is None:
             return self._first_by_file()
         return self._iterator.get_next_as_optional()
@@ -282,19 +353,18 @@ class OwnRows:
         # Of a smaller batch a share may be a row more.
         self._most = max(stop - start + (layout.cuts is not None), 1)
 
-    def divide(self, windows: Any, head: Sequence[Any] | None = None) -> Any:
+    def divide(self, windows: Any, compared: bool = False) -> Any:
         """Return a dataset of this worker's parts, as `slice_dataset` does.
 
         Args:
             windows: A dataset as `RowPipeline.windows`.
-            head: The first batches, if they are known: all those with a checksum.
+            compared: Whether the first batches have been compared already.
         """
-        checksums = None if head is None else [checksum_of_batch(each) for each in head]
         # As in `parts_of_replicas`.
         plain = tf.autograph.experimental.do_not_convert
 
         def own(index: Any, window: Any) -> Any:
-            return self._own_elements(index, window, checksums)
+            return self._own_elements(index, window, compared)
 
         rows = self._pipeline.make_rows(windows.enumerate().flat_map(plain(own)))
         # Only whole batches: see above.
@@ -304,9 +374,7 @@ class OwnRows:
         parts = parts_of_replicas(batches, replicas, self._part)
         return read_ahead(parts, windows).with_options(self._pipeline.options)
 
-    def _own_elements(
-        self, index: Any, window: Any, checksums: Sequence[int] | None
-    ) -> Any:
+    def _own_elements(self, index: Any, window: Any, compared: bool) -> Any:
         """Return a window's own elements, each with the facts of the batch."""
         elements = tf.data.Dataset.zip(window)
         total = self._total(elements.cardinality())
@@ -315,13 +383,11 @@ class OwnRows:
         last = elements.skip(tf.cast(total, tf.int64) - 1)
         own = elements.skip(start).take(stop - start)
         own = own.concatenate(last.repeat(self._most - (stop - start)))
-        if checksums is None:
+        checksum = tf.constant(0, tf.int64)
+        if not compared:
             checksum = self._same.checksum(
                 index, lambda: self._pipeline.batch_of(window)
             )
-        else:
-            known = tf.constant([*checksums, 0], tf.int64)
-            checksum = known[tf.minimum(index, len(checksums))]
         facts = tf.data.Dataset.from_tensors((tf.cast(total, tf.int64), checksum))
         return tf.data.Dataset.zip((facts.repeat(self._most), own))
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +34,20 @@ import tensorflow as tf
 
 from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._keras.protocols import StepTimer
-from kerasdist.collectives import gather_json
-from kerasdist.strategies.data.batch_split import FetchedBatches, order_of_items
-from kerasdist.strategies.data.chief_data import ChiefFeed, own_rows_of
+from kerasdist.collectives import Communicator, gather_json
+from kerasdist.strategies.data.batch_split import order_of_items
+from kerasdist.strategies.data.chief_data import (
+    ChiefFeed,
+    ExchangedBatches,
+    own_rows_of,
+)
 from kerasdist.strategies.data.choice import REMEDIES, DataChoice
-from kerasdist.strategies.data.comparison import Content, batch_of, origin_of
+from kerasdist.strategies.data.comparison import (
+    Content,
+    batch_of,
+    digest_of,
+    origin_of,
+)
 from kerasdist.strategies.data.encoding import (
     as_dtype,
     chiefs_facts,
@@ -57,23 +65,20 @@ class ItemForm:
         item: A nest of arrays and None.
 
     Attributes:
-        structure: The nest, with text in place of its arrays.
         text: The form as text; equal for equal forms, in every process.
         exchangeable: Whether such items can be sent: all leaves are arrays of
             numbers with at least one dimension, and there is one.
+        example: The nest, with zeros in its arrays, which take no memory.
+        rows: Number of rows of the item.
     """
 
     def __init__(self, item: Any) -> None:
-        self.structure = tf.nest.map_structure(_kind, item)
-        self.text = str(self.structure)
-        leaves = tf.nest.flatten(item)
-        arrays = [leaf for leaf in leaves if leaf is not None]
+        self.text = str(tf.nest.map_structure(_kind, item))
+        arrays = _arrays(item)
         self.exchangeable = bool(arrays) and all(map(_is_exchangeable, arrays))
         if self.exchangeable:
-            self._dtypes = [
-                leaf if leaf is None else leaf.dtype.name for leaf in leaves
-            ]
-            self._dimensions = [leaf if leaf is None else leaf.ndim for leaf in leaves]
+            self.example = tf.nest.map_structure(_zeros, item)
+            self.rows = len(arrays[0])
 
     def pack(self, index: int, item: Any) -> npt.NDArray[Any]:
         """Encode an item and its index as bytes.
@@ -83,30 +88,37 @@ class ItemForm:
                 converted, as TensorFlow converts a generator's values.
         """
         other = ItemForm(item)
-        if not other.exchangeable or other._dimensions != self._dimensions:
+        if not other.exchangeable or _dimensions(item) != _dimensions(self.example):
             raise ValueError(
                 "All items of a PyDataset must have the same structure and numbers of "
                 f"dimensions. Received: item {index} with {other.text}; item 0 has "
                 f"{self.text}."
             )
-        given = zip(tf.nest.flatten(item), self._dtypes, strict=True)
+        alike = zip(tf.nest.flatten(item), tf.nest.flatten(self.example), strict=True)
         leaves = [
-            encode(leaf if name is None else np.asarray(leaf, as_dtype(name)))
-            for leaf, name in given
+            leaf if leaf is None else np.asarray(leaf, as_dtype(like.dtype.name))
+            for leaf, like in alike
         ]
-        return pack({"index": index}, leaves)
+        return pack({"index": index}, list(map(encode, leaves)))
 
 
 def _arrays(item: Any) -> list[Any]:
     return [leaf for leaf in tf.nest.flatten(item) if leaf is not None]
 
 
-def _checksums(item: Any) -> list[int]:
+def _dimensions(item: Any) -> list[int | None]:
+    return [leaf if leaf is None else leaf.ndim for leaf in tf.nest.flatten(item)]
+
+
+def _checksums(item: Any) -> list[str]:
     """Return one number for each array, from its shape and contents."""
-    return [
-        zlib.crc32(np.ascontiguousarray(a).tobytes(), zlib.crc32(str(a.shape).encode()))
-        for a in _arrays(item)
-    ]
+    return [digest_of([encode(array)]) for array in _arrays(item)]
+
+
+def _zeros(leaf: Any) -> Any:
+    if leaf is None:
+        return None
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _kind(leaf: Any) -> str | None:
@@ -131,6 +143,86 @@ class DifferentItems(ValueError):
     """The workers' PyDatasets differ. All workers raise it."""
 
 
+def compare_items(communicator: Communicator, data: ItemData) -> ItemForm | None:
+    """Compare the workers' PyDatasets.
+
+    Args:
+        communicator: The communicator of all workers, which call this together.
+        data: This worker's PyDataset.
+
+    Returns:
+        The form of all items; None, on all workers, if there are no items or they can't
+        be exchanged (ragged or sparse tensors, strings).
+
+    Raises:
+        DifferentItems: They differ. All workers raise it.
+    """
+    facts: dict[str, Any] = {"length": data.length, "shuffle": data.shuffle}
+    form, checksums = None, None
+    if facts["length"] != 0:
+        item = data.read(0)
+        form = ItemForm(item)
+        facts |= {"item": form.text, "exchangeable": form.exchangeable}
+        checksums = _checksums(item) if form.exchangeable else None
+    every = gather_json(communicator, [facts, checksums])
+    ranks = communicator.ranks
+    for rank, (other, _) in zip(ranks, every, strict=True):
+        if other != every[0][0]:
+            raise DifferentItems(
+                "All workers must be given the same PyDataset: its items are "
+                "global batches, of which each worker reads its share. Received: "
+                f"rank {ranks[0]}: {_text(every[0][0])}; rank {rank}: {_text(other)}. "
+                f"{REMEDIES}"
+            )
+    if form is None or checksums is None:
+        return None
+    if any(theirs != every[0][1] for _, theirs in every):
+        _read_again(communicator, data, form, [theirs for _, theirs in every])
+    return form
+
+
+def _read_again(
+    communicator: Communicator,
+    data: ItemData,
+    form: ItemForm,
+    checksums: list[list[str]],
+) -> None:
+    """Check whether item 0, which differs between workers, varies on one, too.
+
+    Raises:
+        DifferentItems: It doesn't: the workers hold different datasets.
+    """
+    mine = checksums[communicator.rank]
+    item = data.read(0)
+    alike = ItemForm(item).text == form.text
+    now = _checksums(item) if alike else [""] * len(mine)
+    flags = np.array([a == b for a, b in zip(now, mine, strict=True)])
+    steady = communicator.all_reduce([flags], "min")[0]
+    ranks = communicator.ranks
+    others = [
+        rank
+        for rank, theirs in zip(ranks, checksums, strict=True)
+        if any(
+            s and a != b for s, a, b in zip(steady, theirs, checksums[0], strict=True)
+        )
+    ]
+    if others:
+        raise DifferentItems(
+            "The workers' PyDatasets hold different items: each is a global batch, "
+            "the same on all workers, of which each worker reads its share. "
+            f"Received: item 0 of ranks {others} differs from rank {ranks[0]}'s. "
+            f"{REMEDIES}"
+        )
+
+
+def _text(facts: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name}={facts[name]!r}"
+        for name in ("length", "shuffle", "item")
+        if name in facts
+    )
+
+
 def share_items(
     workers: Workers,
     timer: StepTimer,
@@ -149,18 +241,11 @@ def share_items(
     Raises:
         ValueError: The workers were given different data. All workers raise it.
     """
-    items = SharedItems(workers, timer, data, choice, draw_seed)
-    if choice.mode == "chief":
-        return items.chiefs(choice, None)
-    try:
-        exchangeable = items.agree()
-    except DifferentItems as error:
-        return items.chiefs(choice, error)
-    if not exchangeable:
-        return items.chiefs(choice, None)
-    if data.shuffle:
+    items = SharedItems(workers, timer, choice, data, draw_seed)
+    found = items.verify_or_adopt()
+    if found is items and data.shuffle:
         items.seed = draw_seed()
-    return items
+    return found
 
 
 @dataclass(eq=False, repr=False)
@@ -170,34 +255,35 @@ class SharedItems:
     Args:
         workers: The connected workers.
         timer: Measures steps, and the time of waiting.
+        choice: Decides whose data are used if they differ.
         data: This worker's PyDataset.
-        choice: Decides whose data are used if they differ; None: that's an error.
         draw_seed: Returns a seed that all workers agree on.
 
     Attributes:
         seed: The seed of the orders of epochs; common to all workers.
         form: The items' form.
         length: Number of items, None if it is infinite.
-        example: Zeros in the shapes of item 0.
-        rows: Number of rows of item 0.
         feed: The feed of the chief's items; None while all workers have the same.
     """
 
     workers: Workers
     timer: StepTimer
+    choice: DataChoice
     data: ItemData
-    choice: DataChoice | None = None
-    draw_seed: Callable[[], int] = lambda: 0
+    draw_seed: Callable[[], int]
     seed: int = 0
-    form: ItemForm | None = None
+    form: Any = None
     length: int | None = None
-    example: Any = None
-    rows: int = 0
-    feed: Any = None
+    feed: ChiefFeed | None = None
     _epoch: int = 0
 
     def __iter__(self) -> SharedItemsIterator:
         return SharedItemsIterator(self)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of an item."""
+        return int(self.form.rows)
 
     def begin_epoch(self) -> Any:
         """Return the order of the next epoch, or None for ascending indices.
@@ -206,59 +292,44 @@ class SharedItems:
         """
         self._epoch += 1
         if self.data.varies and self.feed is None:
-            try:
-                self.agree()
-            except DifferentItems as error:
-                if self.choice is None:
-                    raise
-                self.feed = self.chiefs(self.choice, error)
+            found = self.verify_or_adopt()
+            if isinstance(found, ChiefFeed):
+                self.feed = found
         return order_of_items(self.length, self.data.shuffle, self.seed, self._epoch)
 
-    def agree(self) -> bool:
-        """Compare the workers' datasets; return whether items can be exchanged.
+    def verify_or_adopt(self) -> SharedItems | ChiefFeed | None:
+        """Compare the workers' datasets.
+
+        Returns:
+            This iterable; the feed of the chief's items, if the workers' differ; or
+            None if they don't, and can't be exchanged.
 
         Raises:
-            ValueError: They differ. All workers raise it.
+            ValueError: They differ, and the chief's can't be used; on all workers.
         """
-        self.length = self.data.length
-        facts: dict[str, Any] = {"length": self.length, "shuffle": self.data.shuffle}
-        item = form = None
-        if self.length != 0:
-            item = self.data.read(0)
-            form = ItemForm(item)
-            facts["item"] = form.text
-            facts["exchangeable"] = form.exchangeable
-            if form.exchangeable:
-                facts["checksums"] = _checksums(item)
-        checksums = self._compare(facts)
-        if form is None or not form.exchangeable:
-            return False
-        self.form, self.rows = form, len(_arrays(item)[0])
-        # It takes no memory.
-        self.example = tf.nest.map_structure(
-            lambda a: (
-                a if a is None else np.broadcast_to(np.zeros((), a.dtype), a.shape)
-            ),
-            item,
-        )
-        if any(other != checksums[0] for other in checksums):
-            self._read_again(form, checksums)
-        return True
+        if self.choice.mode == "chief":
+            return self._chiefs(None)
+        form, different = None, None
+        try:
+            form = compare_items(self.workers.communicator, self.data)
+        except DifferentItems as error:
+            different = error
+        if form is None:
+            return self._chiefs(different)
+        self.form, self.length = form, self.data.length
+        return self
 
-    def chiefs(
-        self, choice: DataChoice, different: ValueError | None
-    ) -> ChiefFeed | None:
+    def _chiefs(self, different: ValueError | None) -> ChiefFeed | None:
         """Return the feed of the chief's items; None if all workers have the same.
 
         Args:
-            choice: Decides whose data are used.
             different: The error that describes how the workers' datasets differ, if
                 that's known.
 
         Raises:
             ValueError: They differ, and the chief's can't be used; on all workers.
         """
-        data = self.data
+        data, choice = self.data, self.choice
         item = data.read(0) if data.length != 0 else None
         content = Content([] if item is None else [batch_of(item)])
 
@@ -279,7 +350,7 @@ class SharedItems:
         )
         if not why:
             if different is not None:
-                raise different
+                raise choice.explain(different)
             return None
         seeded, epochs = self.draw_seed(), itertools.count(1)
 
@@ -301,75 +372,18 @@ class SharedItems:
         choice.tell("PyDatasets", why, content.leaves)
         return feed
 
-    def _compare(self, facts: dict[str, Any]) -> list[Any]:
-        """Compare facts over the workers; return all workers' checksums."""
-        every = gather_json(self.workers.communicator, facts)
-        checksums = [other.pop("checksums", None) for other in every]
-        ranks = self.workers.communicator.ranks
-        for rank, other in zip(ranks, every, strict=True):
-            if other != every[0]:
-                raise DifferentItems(
-                    "All workers must be given the same PyDataset: its items are "
-                    "global batches, of which each worker reads its share. Received: "
-                    f"rank {ranks[0]}: {_text(every[0])}; rank {rank}: {_text(other)}. "
-                    f"{REMEDIES}"
-                )
-        return checksums
 
-    def _read_again(self, form: ItemForm, checksums: list[list[int]]) -> None:
-        """Check whether item 0, which differs between workers, varies on one, too.
-
-        Raises:
-            ValueError: It doesn't: the workers hold different datasets.
-        """
-        communicator = self.workers.communicator
-        mine = checksums[communicator.rank]
-        item = self.data.read(0)
-        alike = ItemForm(item).text == form.text
-        now = _checksums(item) if alike else [-1] * len(mine)
-        flags = np.array([a == b for a, b in zip(now, mine, strict=True)])
-        steady = communicator.all_reduce([flags], "min")[0]
-        ranks = communicator.ranks
-        others = [
-            rank
-            for rank, theirs in zip(ranks, checksums, strict=True)
-            if any(
-                s and a != b
-                for s, a, b in zip(steady, theirs, checksums[0], strict=True)
-            )
-        ]
-        if others:
-            raise DifferentItems(
-                "The workers' PyDatasets hold different items: each is a global batch, "
-                "the same on all workers, of which each worker reads its share. "
-                f"Received: item 0 of ranks {others} differs from rank {ranks[0]}'s. "
-                f"{REMEDIES}"
-            )
-
-
-class SharedItemsIterator(FetchedBatches):
+class SharedItemsIterator(ExchangedBatches):
     """The iterator of one epoch."""
 
     def __init__(self, items: SharedItems) -> None:
-        super().__init__()
-        self.example = items.example
+        super().__init__(items.workers, items.timer)
+        self.example = items.form.example
         self._items = items
-        self._groups: Iterator[list[Any]] | None = None
-        self._met = 0.0  # seconds of the last exchange
-
-    def _fetch(self) -> list[Any]:
-        # An epoch begins when its first batch is needed: Keras makes more iterators
-        # than it uses.
-        if self._groups is None:
-            self._groups = self._read()
-        timer = self._items.timer
-        begin, self._met = time.time(), 0.0
-        group = next(self._groups)
-        timer.waited(time.time() - begin - self._met)
-        timer.waited(self._met, others=True)
-        return group
 
     def _read(self) -> Iterator[list[Any]]:
+        # An epoch begins when its first batch is needed: Keras makes more iterators
+        # than it uses.
         items = self._items
         communicator = items.workers.communicator
         rank, size = communicator.rank, communicator.size
@@ -380,47 +394,34 @@ class SharedItemsIterator(FetchedBatches):
                 yield [batch]
             return
         length, form = items.length, items.form
-        if form is None:
-            return
         reader = items.data.reader(rank, size, order)
         try:
             for start in itertools.count(0, size):
                 count = size if length is None else min(size, length - start)
                 if count <= 0:
                     return
+                begin = time.time()
                 packed = np.zeros(0, np.uint8)
                 if rank < count:
                     packed = form.pack(*reader.read())
                 if length is not None and start + size >= length:
                     reader.close()
-                begin = time.time()
-                every = communicator.all_gather(packed)
-                self._met = time.time() - begin
+                every = self._exchange(packed, begin)
                 yield [
-                    self._own_part(form, every[other], start + other, order)
+                    self._own_part(every[other], start + other, order)
                     for other in range(count)
                 ]
         finally:
             reader.close()
 
-    def _own_part(self, form: ItemForm, packed: Any, number: int, order: Any) -> Any:
+    def _own_part(self, packed: Any, number: int, order: Any) -> Any:
         """Return this worker's part of an item: per replica, if it has several."""
         facts, leaves = unpack(packed)
-        index, expected = (
-            facts["index"],
-            number if order is None else int(order[number]),
-        )
+        index = facts["index"]
+        expected = number if order is None else int(order[number])
         if index != expected:
             raise RuntimeError(
                 "A worker has read another item than that of the epoch's order. "
                 f"Received: item {index}; expected item {expected}. Please report it."
             )
-        return own_rows_of(self._items.workers, form.structure, leaves)
-
-
-def _text(facts: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name}={facts[name]!r}"
-        for name in ("length", "shuffle", "item")
-        if name in facts
-    )
+        return own_rows_of(self._workers, self._items.form.example, leaves)

@@ -22,13 +22,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import wait
 from typing import Any, NoReturn
 
 import tensorflow as tf
@@ -41,7 +41,7 @@ from kerasdist.collectives import connect, gather_json
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.connect import Job
 from kerasdist.strategies.options import close_at_exit, forget
-from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.deadline import Deadline, Timeouts, daemon, in_daemon
 from kerasdist.transport.liveness.announcements import disconnect
 from kerasdist.transport.rendezvous.bind import (
     narrow,
@@ -95,9 +95,7 @@ class RemoteDevices:
         self.names = tuple(names)
         self._servers = tuple(servers)
         self._left = threading.Event()
-        threading.Thread(
-            target=self._watch, name="kerasdist-devices", daemon=True
-        ).start()
+        daemon("kerasdist-devices", self._watch).start()
 
     @property
     def communicator(self) -> Any:
@@ -315,33 +313,19 @@ def _connect(job: Job, drive: Any, deadline: Deadline) -> None:
         StartupError: It took too long.
         WorkerLost: A worker was lost meanwhile.
     """
-    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            drive()
-        except BaseException as error:
-            outcome.put(error)
-        else:
-            outcome.put(None)
-
-    # TensorFlow doesn't return while a server is silent; a daemon doesn't block the
-    # exit.
-    threading.Thread(target=run, name="kerasdist-connect", daemon=True).start()
-    while True:
-        try:
-            error = outcome.get(timeout=_LOOK_SECONDS)
-            break
-        except queue.Empty:
-            if job.failure is not None:
-                raise copy_to_raise(job.failure) from None
-            if deadline.expired:
-                raise errors.StartupError(
-                    "TensorFlow didn't connect to the workers' servers within "
-                    f"{deadline.seconds:g} s, although all of them were started and "
-                    "reachable. Is one of their machines overloaded? A longer "
-                    "`startup_timeout=` gives them more time."
-                ) from None
+    # TensorFlow doesn't return while a server is silent.
+    connecting = in_daemon("kerasdist-connect", drive)
+    while wait([connecting], _LOOK_SECONDS).not_done:
+        if job.failure is not None:
+            raise copy_to_raise(job.failure)
+        if deadline.expired:
+            raise errors.StartupError(
+                "TensorFlow didn't connect to the workers' servers within "
+                f"{deadline.seconds:g} s, although all of them were started and "
+                "reachable. Is one of their machines overloaded? A longer "
+                "`startup_timeout=` gives them more time."
+            )
+    error = connecting.exception()
     if error is None:
         return
     # If a worker was lost, the failure detector reports it in a moment.

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kerasdist.strategies.data.batch_split import (
     count_rows,
     epoch_order,
     fill_if_empty,
+    for_replicas,
     map_tensors,
     part_of_batch,
     slice_dataset,
@@ -31,6 +33,7 @@ from kerasdist.strategies.data.batch_split import (
     with_facts,
 )
 from kerasdist.strategies.data.chief_data import (
+    PeekedDataset,
     verify_or_adopt_arrays,
     verify_or_adopt_batch,
     verify_or_adopt_dataset,
@@ -268,14 +271,18 @@ class SynchronousData:
         orders: See `DataHooks`.
     """
 
-    # The classes of the iterables over arrays, and over each worker's own data.
+    # The class of the iterables over arrays.
     array_epochs: Callable[..., Any] = ArrayEpochs
-    per_worker: Callable[..., Any] = PerWorkerDataset
     fill_if_empty = staticmethod(fill_if_empty)
     # Whether workers make only their own rows of a dataset, where they can.
     makes_own_rows = True
     # The seed of a job that workers may join, for scripts that set none.
     job_seed: int | None = None
+    # Whether workers may join one that is alone, which then divides its data.
+    may_be_joined = False
+    # In place of the option `data`, and of errors about data that differ.
+    data_mode: str | None = None
+    explain: Callable[[ValueError], ValueError] = staticmethod(lambda error: error)
 
     def __init__(
         self,
@@ -292,8 +299,10 @@ class SynchronousData:
         self.orders = 0
         self._seeding = _tf.seeding()
         self._given: GivenData | None = None
-        self._same = SameBatches(workers)
-        self._choice = DataChoice(options.data, log_once)
+        self._same = SameBatches(workers, self.explain)
+        self._choice = DataChoice(
+            self.data_mode or options.data, log_once, self.explain
+        )
         self.shards = options.shards
 
     @property
@@ -308,7 +317,8 @@ class SynchronousData:
         """Return this worker's rows of a global batch: per replica if several."""
         layout = self._workers.data_layout
         if self.shards and self._workers.size > 1:
-            batch = self.verify_or_adopt_batch(batch)
+            communicator = self._workers.communicator
+            batch = verify_or_adopt_batch(communicator, self._choice, batch)
         if layout.total == 1:
             # Outside of graphs nothing else converts arrays to tensors.
             return tf.nest.map_structure(
@@ -317,15 +327,12 @@ class SynchronousData:
             )
         batch = map_tensors(tf.convert_to_tensor, batch)
         rows = count_rows(batch)
-        parts = [
-            part_of_batch(batch, rows, i, layout, whole=self.shards)
-            for i in range(layout.first, layout.first + layout.local)
-        ]
-        return parts[0] if layout.local == 1 else _tf.regroup(parts)
 
-    def verify_or_adopt_batch(self, batch: Any) -> Any:
-        """Return a global batch that is the same on all workers."""
-        return verify_or_adopt_batch(self._workers.communicator, self._choice, batch)
+        def part(local: int) -> Any:
+            replica = layout.first + local
+            return part_of_batch(batch, rows, replica, layout, whole=self.shards)
+
+        return for_replicas(self._workers.devices, part)
 
     def distribute_dataset(
         self,
@@ -341,16 +348,18 @@ class SynchronousData:
         `generator` is the plain generator that it reads, if any; `is_items` is true if
         it reads a PyDataset.
         """
-        extended = self._extended
         if isinstance(dataset, tf.distribute.DistributedDataset):
             self._given = GivenData(division="distributed already")
             return self._in_step(dataset, length)
         self._given = known_of(dataset, length)
-        if self._workers.replicas == 1:
-            return extended.distribute_parts(dataset), length
+        workers = self._workers.communicator.size
+        if self._workers.replicas == 1 and not self.may_be_joined:
+            return self._extended.distribute_parts(dataset), length
         if not self.shards:
             return self._divide_own(dataset, length)
-        own = extended.distribute_own(dataset)
+        own = self._own_part(dataset)
+        if own is not None and workers == 1:
+            return self._in_step(own, length)
         if own is not None:
             by_file = OWN_DATA.get(own)
             self._given = dataclasses.replace(
@@ -360,31 +369,29 @@ class SynchronousData:
             )
             # This worker's part of the whole isn't known before it's read.
             return self._in_step(own, None)
-        workers = self._workers.communicator.size
         # Items have been compared; their reader must not begin before the epoch does.
         if workers == 1 or is_items:
-            return self._divide(dataset), length
+            return self._passes(self._divide, dataset), length
         found: RowPipeline | str = "it reads a generator"
         if generator is None and self.makes_own_rows:
             found = row_pipeline(dataset)
         rows = None if isinstance(found, str) else found
+        divide, whole = self._divide, dataset
+        if rows is not None:
+            divide, whole = partial(self._divide_rows, rows), rows.windows
         if self._choice.mode == "same":
-            if rows is None:
-                return self._divide(dataset), length
-            return self._divide_rows(rows)(rows.windows), length
-        peeked, feed, length = verify_or_adopt_dataset(
-            *(self._workers, self._timer, self._choice, dataset, length),
-            *(generator, rows),
+            return self._passes(divide, whole), length
+        peeked = PeekedDataset(self._workers, divide, dataset, rows)
+        made, length = verify_or_adopt_dataset(
+            peeked, self._timer, self._choice, length, generator
         )
-        if feed is None:
-            if rows is not None:
-                return peeked.divided(self._divide_rows(rows)), length
+        if made is not peeked:
+            self._given = dataclasses.replace(
+                self._given, batches=length, division="the chief's data"
+            )
+        elif rows is None:
             self._tell_cost(peeked.seconds, str(found))
-            return peeked.divided(lambda every, _: self._divide(every)), length
-        self._given = dataclasses.replace(
-            self._given, batches=length, division="the chief's data"
-        )
-        return feed, length
+        return made, length
 
     def _divide_own(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Return the iterable over this worker's own dataset, and its length."""
@@ -395,16 +402,26 @@ class SynchronousData:
         OWN_DATA.set(own, False)
         return self._in_step(own, length)
 
-    def _divide(self, dataset: Any) -> Any:
-        """Return the iterable over this worker's parts of global batches."""
+    def _own_part(self, dataset: Any) -> Any | None:
+        """Return this worker's part of a dataset whose policy is FILE or OFF."""
+        return self._extended.distribute_own(dataset)
+
+    def _passes(self, divide: Callable[..., Any], dataset: Any) -> Any:
+        """Return the iterable over this worker's parts of a dataset, see `Passes`."""
+        return divide(dataset)
+
+    def _divide(self, dataset: Any, compared: bool = False) -> Any:
+        """Return this worker's parts of global batches; their comparison is cheap."""
+        del compared
         parts = slice_dataset(dataset, self._workers.layout, self._same.wrap)
         return self._extended.distribute_parts(parts)
 
-    def _divide_rows(self, rows: RowPipeline) -> Callable[..., Any]:
-        """Return a function of windows: see `OwnRows.divide`."""
+    def _divide_rows(
+        self, rows: RowPipeline, windows: Any, compared: bool = False
+    ) -> Any:
+        """Return this worker's parts of windows: see `OwnRows.divide`."""
         own = OwnRows(rows, self._workers.layout, self._same)
-        distribute = self._extended.distribute_parts
-        return lambda windows, head=None: distribute(own.divide(windows, head))
+        return self._extended.distribute_parts(own.divide(windows, compared))
 
     def _tell_cost(self, seconds: float, why: str) -> None:
         """Say once what it costs that each worker makes all rows."""
@@ -422,10 +439,11 @@ class SynchronousData:
 
     def _in_step(self, dataset: Any, length: int | None) -> tuple[Any, int | None]:
         """Let workers whose data end first continue with empty batches."""
-        if OWN_DATA.get(dataset) is None or self._workers.communicator.size == 1:
+        alone = self._workers.communicator.size == 1 and not self.may_be_joined
+        if OWN_DATA.get(dataset) is None or alone:
             return dataset, length
         return (
-            self.per_worker(self._workers, self._timer, dataset),
+            PerWorkerDataset(self._workers, self._timer, dataset),
             Consensus(self._workers).longest(length),
         )
 

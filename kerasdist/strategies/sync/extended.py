@@ -12,7 +12,6 @@ local replicas synchronizes them with a merge call.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -55,6 +54,7 @@ from kerasdist.strategies.reduce.workers import (
     sum_over_replicas,
 )
 from kerasdist.strategies.sync.data import SharingExtended, SynchronousData
+from kerasdist.transport.deadline import daemon
 
 
 class SynchronousExtended(SharingExtended):
@@ -378,9 +378,7 @@ def _leave_in_thread(leave: Callable[[BaseException | None], None]) -> None:
     while it holds a lock that the end of the job needs.
     """
     with contextlib.suppress(RuntimeError):  # the interpreter ends: the job has ended
-        threading.Thread(
-            target=leave, args=(None,), name="kerasdist-leave", daemon=True
-        ).start()
+        daemon("kerasdist-leave", leave, None).start()
 
 
 class DataParallelStrategy(BlockStrategy):

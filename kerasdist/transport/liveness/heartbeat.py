@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable
 from kerasdist.errors import ProtocolError
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Timeouts
+from kerasdist.transport.deadline import Timeouts, daemon
 from kerasdist.transport.framing import (
     HEADER_BYTES,
     MAX_CONTROL,
@@ -187,7 +187,7 @@ class Heartbeat:
         self._epoll.register(self._woken, select.EPOLLIN)
         self._pause = select.poll()
         self._pause.register(self._woken, select.POLLIN)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = daemon(name, self._run)
         self._thread.start()
 
     def add(self, key: Hashable, connection: Connection) -> None:

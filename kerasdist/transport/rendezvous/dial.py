@@ -46,12 +46,14 @@ _ANSWER_SECONDS = 1.0
 _ROSTER_SECONDS = 8.0
 
 
-def dial_tcp(
+def dial_address(
     address: str,
     secret: bytes,
     hello: dict[str, Any],
     deadline: Deadline,
     stop: Cancellation | None = None,
+    *,
+    unix_name: str | None = None,
 ) -> Connection:
     """Connect to the process at `address`, prove the secret, send a hello.
 
@@ -62,6 +64,8 @@ def dial_tcp(
         hello: See `handshake.authenticate_as_client`.
         deadline: When to give up.
         stop: When this is set, by any thread, the call ends with an error at once.
+        unix_name: The name of the Unix socket at which the process listens, too, if
+            it's on this host; None: by TCP.
 
     Raises:
         OSError, EOFError: It can't be reached now.
@@ -70,77 +74,11 @@ def dial_tcp(
         ClusterError: This task's certificates can't be used any more.
     """
     stop = stop or Cancellation()
-    credentials = Credentials.read(os.environ)
-    limit = Deadline(min(deadline.remaining(), _CONNECT_SECONDS))
-    targets = look_up(*split_address(address), limit)
-    if isinstance(targets, str):
-        raise OSError(targets)
-    for i, (family, target) in enumerate(targets):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        close_in_children(sock)
-        try:
-            # A silent address mustn't hide the next one.
-            share = limit.remaining() / (len(targets) - i)
-            sock.settimeout(max(share, 0.001))
-            with stop.bound(sock):
-                sock.connect(target)
-        except OSError:
-            sock.close()
-            if i + 1 == len(targets):
-                raise
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            sock = wrap(sock, credentials, server=False)
-            return _authenticate(sock, secret, hello, deadline, address, stop)
-    raise OSError("its host name has no address")
-
-
-def dial(
-    name: str | None,
-    address: str,
-    secret: bytes,
-    hello: dict[str, Any],
-    deadline: Deadline,
-    stop: Cancellation,
-) -> Connection:
-    """Connect as `dial_tcp`, or inside this host by a Unix socket.
-
-    Args:
-        name: Name of the Unix socket at which the process listens; None: it's on
-            another host.
-        address: See `dial_tcp`.
-        secret: See `dial_tcp`.
-        hello: See `dial_tcp`.
-        deadline: See `dial_tcp`.
-        stop: See `dial_tcp`.
-
-    Raises:
-        As `dial_tcp`.
-    """
-    if name is None:
-        return dial_tcp(address, secret, hello, deadline, stop)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    close_in_children(sock)
-    try:
-        sock.settimeout(min(max(deadline.remaining(), 0.001), _CONNECT_SECONDS))
-        with stop.bound(sock):
-            sock.connect(name)
-    except BaseException:
-        sock.close()
-        raise
-    return _authenticate(sock, secret, hello, deadline, address, stop)
-
-
-def _authenticate(
-    sock: socket.socket,
-    secret: bytes,
-    hello: dict[str, Any],
-    deadline: Deadline,
-    address: str,
-    stop: Cancellation,
-) -> Connection:
+    if unix_name is None:
+        sock = _connect_tcp(address, deadline, stop)
+    else:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        _connect(sock, unix_name, deadline.remaining(), stop)
     limit = Deadline(min(deadline.remaining(), _HANDSHAKE_SECONDS))
     try:
         with stop.bound(sock):
@@ -154,6 +92,39 @@ def _authenticate(
         sock.close()
         raise
     return Connection(sock, auth)
+
+
+def _connect_tcp(address: str, deadline: Deadline, stop: Cancellation) -> socket.socket:
+    credentials = Credentials.read(os.environ)
+    limit = Deadline(min(deadline.remaining(), _CONNECT_SECONDS))
+    targets = look_up(*split_address(address), limit)
+    if isinstance(targets, str):
+        raise OSError(targets)
+    for i, (family, target) in enumerate(targets):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # A silent address mustn't hide the next one.
+            _connect(sock, target, limit.remaining() / (len(targets) - i), stop)
+        except OSError:
+            if i + 1 == len(targets):
+                raise
+        else:
+            return wrap(sock, credentials, server=False)
+    raise OSError("its host name has no address")
+
+
+def _connect(
+    sock: socket.socket, target: Any, seconds: float, stop: Cancellation
+) -> None:
+    """Connect a socket, which is closed if that fails."""
+    close_in_children(sock)
+    try:
+        sock.settimeout(min(max(seconds, 0.001), _CONNECT_SECONDS))
+        with stop.bound(sock):
+            sock.connect(target)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _check_user(sock: socket.socket, address: str) -> None:
@@ -236,15 +207,15 @@ def register(
     grace: float = 0.0,
     connected: threading.Event | None = None,
 ) -> tuple[Connection, _Result]:
-    """Connect as `dial_tcp`, and wait for the answer to the hello.
+    """Connect as `dial_address`, and wait for the answer to the hello.
 
     Args:
-        address: See `dial_tcp`.
-        secret: See `dial_tcp`.
-        hello: See `dial_tcp`.
+        address: See `dial_address`.
+        secret: See `dial_address`.
+        hello: See `dial_address`.
         kind: The type of the answer.
         deadline: When to give up.
-        stop: See `dial_tcp`.
+        stop: See `dial_address`.
         grace: Seconds that the answer may take longer.
         connected: Set while it waits for the answer.
 
@@ -253,10 +224,10 @@ def register(
 
     Raises:
         Refused: The other side has refused the hello.
-        As `dial_tcp`.
+        As `dial_address`.
     """
     connected = connected or threading.Event()
-    connection = dial_tcp(address, secret, hello, deadline, stop)
+    connection = dial_address(address, secret, hello, deadline, stop)
     connected.set()
     try:
         with stop.bound(connection.sock):

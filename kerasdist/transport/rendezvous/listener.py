@@ -29,7 +29,7 @@ from kerasdist.errors import (
 )
 from kerasdist.transport import handshake
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, daemon
 from kerasdist.transport.framing import FrameType, write_frame
 from kerasdist.transport.handshake import is_loopback, why_not_same_user
 from kerasdist.transport.log import LimitedLog
@@ -242,9 +242,7 @@ class Listener:
             # Also the socket whose end wakes the thread.
             for sock in (*self._tcp, self._unix, self._wake, self._woken):
                 close_in_children(sock)
-            self._thread = threading.Thread(
-                target=self._accept, name=f"kerasdist-listener {address}", daemon=True
-            )
+            self._thread = daemon(f"kerasdist-listener {address}", self._accept)
             self._thread.start()
             undo.pop_all()
 
@@ -367,12 +365,7 @@ class Listener:
 
     def _begin(self, sock: socket.socket, where: str) -> None:
         close_in_children(sock)
-        thread = threading.Thread(
-            target=self._accept_handshake,
-            args=(sock, where),
-            name="kerasdist-handshake",
-            daemon=True,
-        )
+        thread = daemon("kerasdist-handshake", self._accept_handshake, sock, where)
         with self._lock:
             if len(self._shaking) >= MOST_HANDSHAKES:
                 oldest = next(iter(self._shaking))

@@ -33,7 +33,7 @@ from kerasdist.transport.rendezvous.dial import (
     PROBE_SECONDS,
     Refused,
     answer,
-    dial,
+    dial_address,
     hello_of,
     refuse,
     register,
@@ -182,7 +182,9 @@ class Session:
         hello = {"session": self._number.session, "purpose": purpose, "rank": self.rank}
         address, stop = member.address, self._stop
         connection = retry(
-            lambda: dial(name, address, self._secret, hello, deadline, stop),
+            lambda: dial_address(
+                *(address, self._secret, hello, deadline, stop), unix_name=name
+            ),
             *(deadline, rank, address, stop),
         )
         if stop.is_set():

@@ -14,15 +14,14 @@ import errno
 import ipaddress
 import logging
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from kerasdist.cluster.address import address_fault, split_address
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, daemon, in_daemon
 from kerasdist.transport.log import LOGGER, log_in_background, rewrites_lines
 
 # A probe of a peer's address: the reason, in words, why it can't be reached.
@@ -90,27 +89,21 @@ def look_up(host: str, port: int, deadline: Deadline) -> _Found | str:
         # Most are numbers, which need no name server.
         ipaddress.ip_address(host.partition("%")[0])
         return _resolve(host, port, socket.AI_NUMERICHOST)
-    result: queue.SimpleQueue[_Found | str] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            result.put(_resolve(host, port, 0) or "its host name has no address")
-        except socket.gaierror as error:
-            if error.errno == socket.EAI_AGAIN:
-                result.put(
-                    "its host name doesn't resolve: the name server can't be reached "
-                    "or has no entry yet"
-                )
-            else:
-                result.put(f"its host name doesn't resolve ({error.strerror})")
-        except (OSError, UnicodeError) as error:
-            result.put(f"its host name doesn't resolve ({error})")
-
-    threading.Thread(target=work, name="kerasdist-look-up", daemon=True).start()
-    try:
-        return result.get(timeout=deadline.remaining())
-    except queue.Empty:
+    found = in_daemon("kerasdist-look-up", _resolve, host, port, 0)
+    wait([found], deadline.remaining())
+    if not found.done():
         return f"looking up its host name took longer than {deadline.seconds:g} s"
+    try:
+        return found.result() or "its host name has no address"
+    except socket.gaierror as error:
+        if error.errno == socket.EAI_AGAIN:
+            return (
+                "its host name doesn't resolve: the name server can't be reached or "
+                "has no entry yet"
+            )
+        return f"its host name doesn't resolve ({error.strerror})"
+    except (OSError, UnicodeError) as error:
+        return f"its host name doesn't resolve ({error})"
 
 
 def _resolve(host: str, port: int, flags: int) -> _Found:
@@ -234,9 +227,7 @@ class WaitingNotice:
     def __enter__(self) -> WaitingNotice:
         self._began = time.monotonic()
         # It isn't waited for: it may be looking at an address.
-        threading.Thread(
-            target=self._run, name="kerasdist-waiting", daemon=True
-        ).start()
+        daemon("kerasdist-waiting", self._run).start()
         return self
 
     def __exit__(self, kind: object, error: object, _: object) -> None:

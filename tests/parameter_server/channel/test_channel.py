@@ -10,11 +10,10 @@ import pytest
 from groups import connections, in_threads, nothing_stays_open
 from kerasdist import errors
 from kerasdist.parameter_server.channel import (
+    Channel,
     ChannelEnded,
     ChannelSilent,
     Message,
-    SocketChannel,
-    memory_pair,
 )
 from kerasdist.transport.base import Aborted
 from kerasdist.transport.deadline import Deadline
@@ -29,15 +28,15 @@ CALL = Call(7, "all_reduce", "sum", "float32", 12, 99)
 
 def tcp_channels():
     one, other = connections(tcp_pair())
-    return SocketChannel(one), SocketChannel(other)
+    return Channel(one), Channel(other)
 
 
 def shared_pair():
     one, other = connections()
-    return SocketChannel(one, shared=True), SocketChannel(other, shared=True)
+    return Channel(one, shared=True), Channel(other, shared=True)
 
 
-PAIRS = {"tcp": tcp_channels, "shared_memory": shared_pair, "memory": memory_pair}
+PAIRS = {"tcp": tcp_channels, "shared_memory": shared_pair}
 
 
 @pytest.fixture(params=PAIRS)
@@ -167,7 +166,7 @@ def raw(meta, body=b"", *, size=None, length=None, frame=FrameType.REQUEST):
 )
 def test_nonsense_is_refused(data):
     first, second = connections(tcp_pair())
-    with first, contextlib.closing(SocketChannel(second)) as channel:
+    with first, contextlib.closing(Channel(second)) as channel:
         head, body = data
         first.sock.sendall(head + first.auth.sign(head) + body)
         with pytest.raises(errors.ProtocolError, match=r"^(?!A frame isn't the)"):
@@ -177,7 +176,7 @@ def test_nonsense_is_refused(data):
 def test_a_request_that_was_changed_on_its_way_is_refused():
     """Somebody on the path turns step 7 into step 9: the text isn't encrypted."""
     first, second = connections(tcp_pair())
-    with first, contextlib.closing(SocketChannel(second)) as channel:
+    with first, contextlib.closing(Channel(second)) as channel:
         head, body = raw({"step": 7, "arrays": [["float32", [2]]]}, bytes(8))
         sealed = head + first.auth.sign(head) + body
         first.sock.sendall(sealed.replace(b'"step": 7', b'"step": 9'))

@@ -1,7 +1,8 @@
 import pytest
 
+from groups import connections
 from kerasdist.parameter_server import END, ServerSettings
-from kerasdist.parameter_server.channel import Message, memory_pair
+from kerasdist.parameter_server.channel import Channel, Message
 from kerasdist.parameter_server.server.handler import BatchQueue, RequestHandler
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import Call, FrameType
@@ -15,12 +16,14 @@ def test_damaged_loads_are_refused(value):
     handler = RequestHandler(0, 2, 1, settings, Timeouts())
     reported = []
     handler.on_split = reported.append
-    mine, theirs = memory_pair()
-    meta = {"do": "Split", "loads": value}
-    mine.send(Message(FrameType.REQUEST, Call(0), meta, ()), Deadline(5))
-    reason = handler.serve(handler.membership.workers[0], theirs)
+    one, other = connections()
+    with one, other:
+        mine, theirs = Channel(one), Channel(other)
+        meta = {"do": "Split", "loads": value}
+        mine.send(Message(FrameType.REQUEST, Call(0), meta, ()), Deadline(5))
+        reason = handler.serve(handler.membership.workers[0], theirs)
+        reply = mine.receive(Deadline(5), 1000)
     assert reason.startswith("it sent an invalid request (A request is damaged. Rec")
-    reply = mine.receive(Deadline(5), 1000)
     assert reply.frame is FrameType.FAILURE
     assert reported == []
 

@@ -14,7 +14,7 @@ from kerasdist.parameter_server.server.handler import RequestHandler
 from kerasdist.parameter_server.snapshots import path_of
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.rendezvous import dial
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import dial_address
 from pace import bound
 from servers import Servers
 from waiting import wait_until
@@ -81,13 +81,13 @@ def returning(monkeypatch):
         if hello["resume"] is not None:
             # Whoever is closed meanwhile doesn't come back at all.
             wait_until(lambda: event.is_set() or stop.is_set(), "the time", 20)
-        found = dial_tcp(address, secret, hello, deadline, stop)
+        found = dial_address(address, secret, hello, deadline, stop)
         if hello.get("join_barrier"):
             wait_until(lambda: not handshakes(), "the server")
             event.here.set()
         return found
 
-    monkeypatch.setattr(dial, "dial_tcp", late)
+    monkeypatch.setattr(dial, "dial_address", late)
     return event
 
 

@@ -8,7 +8,7 @@ from kerasdist.strategies.asynchronous.extended import compare_evidence
 from kerasdist.strategies.asynchronous.live_group import LiveJob
 from kerasdist.strategies.data.chief_data import verify_or_adopt_arrays
 from kerasdist.strategies.data.choice import DataChoice, SameBatches
-from kerasdist.strategies.data.pydataset_exchange import SharedItems
+from kerasdist.strategies.data.pydataset_exchange import compare_items
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce import consensus
 from kerasdist.strategies.reduce.workers import Workers
@@ -32,7 +32,7 @@ def items(workers, rank):
     data = types.SimpleNamespace(
         length=4, shuffle=False, read=lambda index: np.full((4, 2), float(rank))
     )
-    SharedItems(workers, None, data).agree()
+    compare_items(workers.communicator, data)
 
 
 def weights(workers, rank):

@@ -228,7 +228,7 @@ def test_an_item_becomes_bytes_and_back(dtype):
     for index, other in enumerate([item, longer]):
         facts, leaves = unpack(form.pack(index, other))
         assert facts == {"index": index}
-        back = tf.nest.pack_sequence_as(form.structure, list(map(decode, leaves)))
+        back = tf.nest.pack_sequence_as(form.example, list(map(decode, leaves)))
         assert back["b"][1] is None
         np.testing.assert_array_equal(back["a"], other["a"])
         np.testing.assert_array_equal(back["b"][0], other["b"][0])

@@ -216,12 +216,16 @@ for _ in range(2):
     result([kind.__name__, numbers(%s, steps=3)])
     SharingExtended.distribute_parts = functools.partialmethod(
         SharingExtended.distribute_parts, complete=False)
+with kerasdist.RingStrategy(devices=["CPU:0", "CPU:1"], shard="off").scope():
+    m = keras.Sequential([keras.layers.Dense(1, kernel_initializer="ones")])
+    m.compile("sgd", "mse")
+result(float(m.train_on_batch(x, y)) < 1e-6)
 """
-    (host, *ours), (gpus, *theirs) = (
+    (host, *ours), (gpus, *theirs), own = (
         Workers(PRELUDE + script % data, 1).run()[0].results
     )
     assert (host, gpus) == ("PartsDataset", "DistributedDatasetsFromFunction")
-    assert ours == theirs
+    assert (ours, own) == (theirs, True)
 
 
 def test_the_order_after_a_seed_is_that_of_a_model_that_is_built():

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kerasdist.collectives.elastic import epochs
-from kerasdist.collectives.elastic.epochs import Ballot, Progress, SuspensionReport
+from kerasdist.collectives.elastic.epochs import Ballot, SuspensionReport
 from kerasdist.errors import ProtocolError
 from kerasdist.transport.framing import MAX_CONTROL
 
@@ -25,34 +25,30 @@ def decide(reports, *, epoch=None, joiners=(), dead=(), min_workers=1):
 
 
 @pytest.mark.parametrize(
-    ("a", "progress", "holders", "furthest"),
-    [
-        # Finished by one: committed. By none: done again.
-        (Progress(7), Progress(7), (A,), (A,)),
-        (Progress(6, 2), Progress(6, 3), (A, B), (B,)),
-    ],
+    ("a", "progress", "furthest"),
+    # Finished by one, or by all.
+    [(7, 7, (A,)), (6, 6, (A, B)), (5, 6, (B,))],
 )
-def test_a_step_is_committed_if_one_has_finished_it(a, progress, holders, furthest):
-    reports = {A: SuspensionReport(a), B: SuspensionReport(Progress(6, 3))}
+def test_a_collective_counts_if_one_has_finished_it(a, progress, furthest):
+    reports = {A: SuspensionReport(a), B: SuspensionReport(6)}
     verdict = decide(reports, dead=[C]).verdict
-    assert verdict.progress == progress
-    assert (verdict.holders, verdict.furthest) == (holders, furthest)
+    assert (verdict.progress, verdict.furthest) == (progress, furthest)
     assert verdict.stop is None
 
 
 def test_one_that_leaves_has_to_stay_while_the_others_need_it():
     joined = epochs.Epoch(4, (A, D), newcomers=(D,), elders=frozenset([A]))
     reports = {
-        A: SuspensionReport(Progress(5), leaving=True),
+        A: SuspensionReport(5, leaving=True),
         D: SuspensionReport(None),
     }
     assert decide(reports, epoch=joined).epoch.members == (A, D)
-    reports[D] = SuspensionReport(Progress(5))
+    reports[D] = SuspensionReport(5)
     assert decide(reports, epoch=joined).epoch.members == (A, D)
-    reports[D] = SuspensionReport(Progress(6), confirmed=True)
+    reports[D] = SuspensionReport(6, confirmed=True)
     assert decide(reports, epoch=joined).epoch.members == (D,)
     # One that wants to join gets the state first.
-    reports = {A: SuspensionReport(Progress(5), leaving=True)}
+    reports = {A: SuspensionReport(5, leaving=True)}
     alone = epochs.first_decision((A,)).epoch
     assert decide(reports, epoch=alone, joiners=(D,)).epoch.members == (A, D)
     assert decide(reports, epoch=alone).verdict.stop is epochs.StopReason.LEFT
@@ -60,9 +56,9 @@ def test_one_that_leaves_has_to_stay_while_the_others_need_it():
 
 def test_of_two_without_contact_the_later_one_is_left_out():
     reports = {
-        A: SuspensionReport(Progress(1)),
-        B: SuspensionReport(Progress(1), silent=frozenset([C])),
-        C: SuspensionReport(Progress(1)),
+        A: SuspensionReport(1),
+        B: SuspensionReport(1, silent=frozenset([C])),
+        C: SuspensionReport(1),
     }
     epoch = decide(reports).epoch
     assert epoch.members == (A, B)
@@ -101,11 +97,9 @@ def test_those_of_a_large_job_fit_into_a_frame():
     members = tuple(epochs.Member(number, number % 3) for number in range(1000))
     every = frozenset(members)
     epoch = epochs.Epoch(1 << 30, members, members, every, every)
-    decision = epochs.Decision(
-        epoch, epochs.StepVerdict(Progress(1 << 40), members, members)
-    )
+    decision = epochs.Decision(epoch, epochs.CollectiveVerdict(1 << 40, members))
     ballot = Ballot(1 << 30, members[-1])
-    report = SuspensionReport(Progress(1 << 40), every)
+    report = SuspensionReport(1 << 40, every)
     message = epochs.Promise(1, ballot, report, (ballot, decision))
     data = epochs.encode(message)
     assert len(data) < MAX_CONTROL

@@ -109,9 +109,8 @@ HALF_TOLD = """
 
 # 0 excludes 1, which is frozen; 2 joins, and trains with 0. Then 0 dies, 1 wakes up.
 AWAKE_AMONG_THE_DEAD = """
-    freeze 1; silent 0 1; join 2; apply 2; flow 0 2; work 0; work 0; work 0;
-    work 0; flow 0 2; work 2; work 2; work 0; work 2; kill 0; dead 2 0; thaw 1;
-    dead 1 0
+    freeze 1; silent 0 1; join 2; apply 2; flow 0 2; work 0; work 0; flow 0 2;
+    work 2; work 2; work 0; work 2; kill 0; dead 2 0; thaw 1; dead 1 0
 """
 
 

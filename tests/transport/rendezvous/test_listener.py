@@ -13,7 +13,7 @@ from kerasdist.transport import handshake, log
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import FrameType, write_frame
 from kerasdist.transport.rendezvous import listener, waiting_notice
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import dial_address
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 from waiting import wait_until
@@ -290,7 +290,7 @@ def test_a_name_is_dialed_at_all_its_addresses(names):
     with listener_at(f"worker-0:{port}") as made:
         names["worker-0"] = ["127.0.0.1", "::1"]
         hello = {"session": "s", "purpose": "p", "rank": 1}
-        with dial_tcp(f"worker-0:{port}", SECRET, hello, Deadline(60)):
+        with dial_address(f"worker-0:{port}", SECRET, hello, Deadline(60)):
             take(made).close()
 
 
@@ -372,7 +372,7 @@ def test_without_a_secret_another_users_listener_is_refused():
     with another_user(listen):
         wait_until(lambda: why_unreachable(address, 5.0) is None, "the other one")
         with pytest.raises(errors.AuthenticationError, match=OTHER) as caught:
-            dial_tcp(address, b"", {}, Deadline(60))
+            dial_address(address, b"", {}, Deadline(60))
     assert str(caught.value).startswith(
         f"The process at {address} can't be taken for one of this job: the other end"
     )

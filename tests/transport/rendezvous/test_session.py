@@ -11,7 +11,7 @@ from groups import addresses_of, in_threads, join, outcomes
 from kerasdist import errors
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import FrameType
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import dial_address
 from kerasdist.transport.rendezvous.listener import Listener
 from pace import bound
 from waiting import wait_until
@@ -245,7 +245,7 @@ def test_the_older_of_two_processes_with_one_rank_is_told():
     def visit(session):
         for pid in (4242, 4343):
             hello = hello_of(session, addresses, 1, pid)
-            kept.append(dial_tcp(addresses[0], b"", hello, Deadline(60)))
+            kept.append(dial_address(addresses[0], b"", hello, Deadline(60)))
         # Each connection is welcomed in a thread of its own: either may be first.
         told, _, _ = select.select(kept, [], [], 60)
         assert len(told) == 1
@@ -270,7 +270,7 @@ def test_one_that_comes_again_during_the_start_is_taken():
     def visit(session):
         for number in (1, 2):
             hello = hello_of(session, addresses, number)
-            dial_tcp(addresses[0], b"", hello, Deadline(60)).close()
+            dial_address(addresses[0], b"", hello, Deadline(60)).close()
 
     while_the_chief_waits(addresses, visit)
 
@@ -287,7 +287,7 @@ def test_a_hello_that_makes_no_sense_disturbs_nobody():
     def visit(session):
         for changes in NONSENSE:
             hello = hello_of(session, addresses, 1, **changes)
-            with dial_tcp(addresses[0], b"", hello, Deadline(60)) as sock:
+            with dial_address(addresses[0], b"", hello, Deadline(60)) as sock:
                 kind, _ = sock.read_json(Deadline(60))
                 assert kind is FrameType.REFUSAL, changes
 

@@ -19,7 +19,7 @@ from kerasdist.collectives import connect
 from kerasdist.transport import tls
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.handshake import authenticate_as_client
-from kerasdist.transport.rendezvous.dial import dial_tcp, retry
+from kerasdist.transport.rendezvous.dial import dial_address, retry
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.tls import Credentials, accept_tls, connect_tls
 from waiting import wait_until
@@ -59,7 +59,11 @@ def dial(address, seconds=20.0):
     stop = threading.Event()
     deadline = Deadline(seconds)
     return retry(
-        lambda: dial_tcp(address, SECRET, HELLO, deadline), deadline, 1, address, stop
+        lambda: dial_address(address, SECRET, HELLO, deadline),
+        deadline,
+        1,
+        address,
+        stop,
     )
 
 

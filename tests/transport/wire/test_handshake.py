@@ -19,7 +19,7 @@ from kerasdist.transport.framing import (
     read_frame,
     write_frame,
 )
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import dial_address
 from kerasdist.transport.rendezvous.listener import Listener
 from pace import bound
 from waiting import wait_until
@@ -191,7 +191,7 @@ def test_no_listener_of_the_job_helps_a_stranger_at_anothers_address():
             errors.ProtocolError,
             match=rf"^The process that listens at {dialed} belongs to this job, but ",
         ):
-            dial_tcp(dialed, SECRET, HELLO, Deadline(60))
+            dial_address(dialed, SECRET, HELLO, Deadline(60))
         thread.join(bound(60))
         assert listener.pending.take_any("s", "p", 0.0) == []
         wait_until(listener.refusals, "a refusal")
@@ -213,6 +213,6 @@ def test_dialing_ends_when_it_is_cancelled():
 
         def dial():
             with pytest.raises((OSError, EOFError)):
-                dial_tcp(address_of(frozen), SECRET, HELLO, Deadline(60), stop)
+                dial_address(address_of(frozen), SECRET, HELLO, Deadline(60), stop)
 
         assert outcomes(2, lambda i: (dial, cancel)[i](), 40.0) == [None, None]

@@ -19,7 +19,7 @@ from kerasdist.transport.framing import HEADER_BYTES, FrameType, pack_header
 from kerasdist.transport.liveness.failure_detector import FailureDetector
 from kerasdist.transport.liveness.failure_protocol import decode
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.rendezvous.dial import dial_tcp
+from kerasdist.transport.rendezvous.dial import dial_address
 from waiting import wait_until
 from workers import free_ports
 
@@ -186,7 +186,7 @@ def test_a_listener_lives_through_strangers_of_all_kinds(
     with listener_at(address, SECRET) as listening:
         four()
         hello = {"session": "s", "purpose": "p", "rank": 1}
-        with dial_tcp(address, SECRET, hello, Deadline(60)):
+        with dial_address(address, SECRET, hello, Deadline(60)):
             stop = threading.Event()
             taken = listening.pending.take("s", "p", 1, Deadline(60), stop)
             assert taken is not None

@@ -12,7 +12,7 @@ from kerasdist.cli.run.nodes import RendezvousError, meeting
 from kerasdist.cli.run.options import NodeOptions
 from kerasdist.transport import log
 from kerasdist.transport.deadline import Deadline
-from kerasdist.transport.rendezvous.dial import dial_tcp, retry
+from kerasdist.transport.rendezvous.dial import dial_address, retry
 from launching import wait_until_said
 from pace import bound
 from workers import free_ports
@@ -173,7 +173,7 @@ def test_who_does_not_fit_is_refused_with_the_reason():
         hello = {"session": "kerasdist run", "purpose": "node", "rank": 1}
         hello |= {"count": 2, "tasks": tasks, **changed}
         connection = retry(
-            lambda: dial_tcp(address, SECRET, hello, deadline),
+            lambda: dial_address(address, SECRET, hello, deadline),
             *(deadline, 1, address, threading.Event()),
         )
         with connection:
