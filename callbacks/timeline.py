@@ -314,22 +314,6 @@ def _replace(path: Path, records: list[Record]) -> None:
     partial.replace(path)
 
 
-# The records of all ranks as one trace in Chrome's format.
-#
-# Pure functions of numbers; `Timeline` records and gathers, `xspace` has the same trace
-# in TensorBoard's format. A rank is a process of the trace, and has these lanes
-# ("threads"):
-#
-#     step        step ⊃ compute, exchange, update
-#     collectives the collective, or exchange with servers, ⊃ pack, wait, receive,
-#                 reduce
-#     send        sending, while the worker waits and receives
-#     server i    the exchange with a further parameter server
-#     stage i     the work of one device of a model on several, by micro-batch
-#
-# Times are microseconds on rank 0's clock since the first span.
-
-
 # The records of all ranks in the format of TensorBoard's trace viewer.
 #
 # The plugin "profile" of TensorBoard (`tensorboard-plugin-profile`, XProf) reads the
@@ -388,6 +372,21 @@ class _Table:
         self._entries[found].id, self._entries[found].name = found, name
         return found
 
+
+# The records of all ranks as one trace in Chrome's format.
+#
+# Pure functions of numbers; `Timeline` records and gathers, `xspace` has the same trace
+# in TensorBoard's format. A rank is a process of the trace, and has these lanes
+# ("threads"):
+#
+#     step        step ⊃ compute, exchange, update
+#     collectives the collective, or exchange with servers, ⊃ pack, wait, receive,
+#                 reduce
+#     send        sending, while the worker waits and receives
+#     server i    the exchange with a further parameter server
+#     stage i     the work of one device of a model on several, by micro-batch
+#
+# Times are microseconds on rank 0's clock since the first span.
 
 _STEP, _COLLECTIVES, _SEND, _SERVERS = 0, 1, 2, 3
 _STAGES = 500

@@ -23,8 +23,6 @@ from kerasdist.placement.micro_batch_order import (
     find_visits,
 )
 
-# The graphs of functions as the runtime has divided them among devices.
-
 # Edges in a graph that fix the order in which devices process micro-batches.
 
 # The name of the operations that only impose an order.
@@ -102,6 +100,9 @@ def _known_and_inputs(
         for i, op in enumerate(operations)
     ]
     return known, inputs
+
+
+# The graphs of functions as the runtime has divided them among devices.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,14 +35,6 @@ import cloudpickle
 
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
-# The result of one task, in the unnamed file that it inherits from the launcher.
-#
-#     kind    one byte: a value, or an error
-#     length  8 bytes
-#     pickle  the value; of an error a dictionary of plain data
-#
-# Kind and length are written last: a file without them isn't whole.
-
 # The pickling of functions and results: cloudpickle, with two exceptions.
 #
 # cloudpickle takes functions and classes of `__main__`, of a notebook's cells, lambdas
@@ -94,6 +86,15 @@ def make_history(
 _HEAD = struct.Struct(">cQ")
 _VALUE, _ERROR = b"V", b"E"
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+# The result of one task, in the unnamed file that it inherits from the launcher.
+#
+#     kind    one byte: a value, or an error
+#     length  8 bytes
+#     pickle  the value; of an error a dictionary of plain data
+#
+# Kind and length are written last: a file without them isn't whole.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,6 @@ from kerasdist.strategies.options import check_installed
 from kerasdist.strategies.ring import RingStrategy
 from kerasdist.strategies.sync.extended import DataParallelStrategy
 
-# The strategy that each distribution of Keras stands for, and its scope.
-
 # The devices of a distribution's mesh, by worker.
 #
 # Devices are numbered over all workers, as in Keras on JAX: if each worker has two,
@@ -120,6 +118,9 @@ def _default_names() -> list[str]:
         f"{one.device_type.lower()}:{one.name.rpartition(':')[2]}"
         for one in others or devices
     ]
+
+
+# The strategy that each distribution of Keras stands for, and its scope.
 
 
 class _Scope(threading.local):

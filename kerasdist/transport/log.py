@@ -246,9 +246,6 @@ def _number(text: str) -> int | None:
     return None
 
 
-# Log lines that foreign processes can cause, limited in number.
-
-
 # The library's own lines, of any level, for the logger "kerasdist" and its children.
 #
 # INFO is shown although Python's default is WARNING, as long as neither the application
@@ -319,7 +316,7 @@ def _is_shown(level: int, logger: logging.Logger) -> bool:
     return level >= logging.INFO and level > LOGGER.manager.disable
 
 
-# A line on a terminal that is rewritten in place while something goes on.
+# Log lines that foreign processes can cause, limited in number.
 
 
 class LimitedLog:

@@ -31,9 +31,6 @@ from kerasdist.transport.framing import MAGIC, FrameType, pack_header, write_fra
 from kerasdist.transport.handshake import NEEDS_TLS, job_secret
 from kerasdist.transport.memory import close_in_children
 
-# This task's certificate, its key and the job's CA, as `KERASDIST_TLS` names them.
-
-
 # The check of all settings that protect a job's connections, before it starts.
 
 
@@ -93,6 +90,8 @@ def why_refused(error: ssl.SSLError) -> str | None:
         return None
     return next((text for part, text in _ALERTS.items() if part in name), None)
 
+
+# This task's certificate, its key and the job's CA, as `KERASDIST_TLS` names them.
 
 VARIABLE = "KERASDIST_TLS"
 _EXPECTED = (

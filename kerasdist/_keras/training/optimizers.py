@@ -49,23 +49,6 @@ from kerasdist._tf.compiled_step import padded
 from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import current_facets, is_distributed
 
-# Adoption by the strategy of variables that were created outside of its scope.
-#
-# Keras makes the variables of an optimizer or a metric where it is created: outside of
-# the scope they are this worker's alone. The strategy of the model that uses them is
-# known, and adopts them: each is wrapped in a distributed variable with the chief's
-# value, as variables are that are created inside.
-#
-#     compile         runs inside of the scope of the model's strategy; its arguments
-#                     are adopted
-#     the first step  adopts the rest: metrics and optimizers in attributes, layers
-#                     that were built outside
-#     custom loops    adopt the optimizer and the weights at the first `apply`, a metric
-#                     at its first `update_state`, inside of `strategy.run`
-#
-# A model that was itself created outside belongs to no strategy, unless it is used
-# inside of the scope: see `unscoped_models`.
-
 # Layers whose results depend on which replica computes them.
 
 # Knuth's multiplicative constant: neighbouring replicas get distant seeds.
@@ -133,6 +116,24 @@ def _sum(tensor: Any, there: Any) -> Any:
         return hooks.gradients.sum_over_replicas([x])[0], backward  # type: ignore[union-attr]
 
     return summed(tensor)
+
+
+# Adoption by the strategy of variables that were created outside of its scope.
+#
+# Keras makes the variables of an optimizer or a metric where it is created: outside of
+# the scope they are this worker's alone. The strategy of the model that uses them is
+# known, and adopts them: each is wrapped in a distributed variable with the chief's
+# value, as variables are that are created inside.
+#
+#     compile         runs inside of the scope of the model's strategy; its arguments
+#                     are adopted
+#     the first step  adopts the rest: metrics and optimizers in attributes, layers
+#                     that were built outside
+#     custom loops    adopt the optimizer and the weights at the first `apply`, a metric
+#                     at its first `update_state`, inside of `strategy.run`
+#
+# A model that was itself created outside belongs to no strategy, unless it is used
+# inside of the scope: see `unscoped_models`.
 
 
 def compile_model(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:

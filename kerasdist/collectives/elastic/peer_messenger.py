@@ -51,30 +51,6 @@ from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import missing_error
 from kerasdist.transport.rendezvous.waiting_notice import why_unreachable
 
-# The start of an elastic job, in which some of its workers may be lost already.
-#
-# Tasks start at different moments, minutes apart on a cluster. So a task at whose
-# address nothing listens may not have started yet. During the start a member's absence
-# counts only in these cases:
-#
-#     it was in contact before           as later: it is dead if nothing listens
-#                                        there any more, and silent if it doesn't answer
-#     the launcher reports that its      it is dead
-#     process has ended for good
-#     the start's time-out is over       it is silent: a refused connection proves
-#                                        nothing, as it may be a firewall's
-#
-# A process that was started again after a loss doesn't know of the job. If its network
-# is cut, it must not begin the job from the start while the others train. Therefore
-# more than half of the members must have been in contact when the time-out counts:
-# exactly half with the chief aren't enough, as they are later.
-#
-# More than half may have been started again, too: the rest continues if it has proof
-# that they are dead. So absent members are looked for until the end, and a last look,
-# which takes a few seconds, decides. By its answer a member of a job that runs excludes
-# those that start. Only if it gives none from the survey until that look, there are two
-# jobs.
-
 # The survey of a job's tasks: which processes answer, and which are members.
 #
 #     answers     its process lives; it names the members of its epoch, if it has one
@@ -175,6 +151,31 @@ _MOST_LOOKS = 16
 # Looks per second, of all members at the first one.
 _LOOKS_PER_SECOND = 50
 _PROBE_SECONDS = 2.0
+
+
+# The start of an elastic job, in which some of its workers may be lost already.
+#
+# Tasks start at different moments, minutes apart on a cluster. So a task at whose
+# address nothing listens may not have started yet. During the start a member's absence
+# counts only in these cases:
+#
+#     it was in contact before           as later: it is dead if nothing listens
+#                                        there any more, and silent if it doesn't answer
+#     the launcher reports that its      it is dead
+#     process has ended for good
+#     the start's time-out is over       it is silent: a refused connection proves
+#                                        nothing, as it may be a firewall's
+#
+# A process that was started again after a loss doesn't know of the job. If its network
+# is cut, it must not begin the job from the start while the others train. Therefore
+# more than half of the members must have been in contact when the time-out counts:
+# exactly half with the chief aren't enough, as they are later.
+#
+# More than half may have been started again, too: the rest continues if it has proof
+# that they are dead. So absent members are looked for until the end, and a last look,
+# which takes a few seconds, decides. By its answer a member of a job that runs excludes
+# those that start. Only if it gives none from the survey until that look, there are two
+# jobs.
 
 
 class Startup:

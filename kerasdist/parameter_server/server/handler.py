@@ -65,19 +65,6 @@ from kerasdist.transport.framing import (
 )
 from kerasdist.transport.liveness.failure_protocol import decode, encode
 
-# Queues of batches: each number is assigned to the first worker that claims it.
-#
-# With mode="async" the batches of an epoch are a queue. A worker that is free claims
-# the next number of it, and a slow one claims fewer:
-#
-#     queue (0, 3)    0 1 2 3 4 5 6 7      of dataset 0, its third epoch, 8 batches
-#     worker 0        0   2 3   5 6
-#     worker 1          1     4     7 .    . the next claim gets none: the epoch is over
-#
-# A restarted server doesn't know how far its queues were. Each worker that reconnects
-# reports its last claims: numbers that no worker has, because the reply was lost, are
-# assigned first; then the queue continues after the last one.
-
 # The load of each server in bytes: counted, checked and put into words.
 #
 # With mode="async" that is its part of a table, known from the table's layout. With
@@ -118,6 +105,19 @@ def share_in_words(loads: Sequence[Load], server: int) -> str:
         f"{share:.1f} % of {total:,} bytes"
     )
 
+
+# Queues of batches: each number is assigned to the first worker that claims it.
+#
+# With mode="async" the batches of an epoch are a queue. A worker that is free claims
+# the next number of it, and a slow one claims fewer:
+#
+#     queue (0, 3)    0 1 2 3 4 5 6 7      of dataset 0, its third epoch, 8 batches
+#     worker 0        0   2 3   5 6
+#     worker 1          1     4     7 .    . the next claim gets none: the epoch is over
+#
+# A restarted server doesn't know how far its queues were. Each worker that reconnects
+# reports its last claims: numbers that no worker has, because the reply was lost, are
+# assigned first; then the queue continues after the last one.
 
 # No queue is this long.
 END = 1 << 60

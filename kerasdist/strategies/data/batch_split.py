@@ -34,8 +34,6 @@ from kerasdist._keras.data.arrays import (
 from kerasdist.collectives.row_exchange import equal_part
 from kerasdist.strategies.reduce.workers import WHOLE, ReplicaLayout, Workers
 
-# Epochs of arrays: a worker's rows of every batch, in an order common to all.
-
 # The order of samples in an epoch, the same on all workers, and their division.
 #
 # These are pure functions of numbers: nothing is communicated but the seed.
@@ -104,6 +102,9 @@ def same_length(samples: int, batch_size: int, layout: ReplicaLayout) -> int | N
             part = equal_part(rows, layout.total, replica)
             lengths.add(part.stop - part.start)
     return lengths.pop() or None if len(lengths) == 1 else None
+
+
+# Epochs of arrays: a worker's rows of every batch, in an order common to all.
 
 
 class ArrayEpochs(CountedData):

@@ -27,10 +27,6 @@ from kerasdist._keras.data.pydataset import GeneratorFacts
 from kerasdist._tf.row_pipelines import inspect_pipeline
 from kerasdist.strategies.data.encoding import Encoded, encode
 
-# Hashes of data, the same in every process: of the whole, and of each row.
-#
-# Both are hashes of the bytes: equal numbers of different dtypes have different hashes.
-
 # The contents of data to compare: batches, or whole arrays, as x and the rest.
 
 
@@ -122,6 +118,10 @@ def _joined(parts: list[Hashes]) -> Hashes:
 
 Array = npt.NDArray[Any]
 Hashes = npt.NDArray[np.uint64]
+
+# Hashes of data, the same in every process: of the whole, and of each row.
+#
+# Both are hashes of the bytes: equal numbers of different dtypes have different hashes.
 
 # Arrays of up to this many bytes are hashed as a whole.
 _ALL = 4 << 20
