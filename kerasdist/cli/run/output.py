@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import queue
 import re
@@ -19,7 +21,7 @@ from typing import IO
 from kerasdist.cli.run.hosts.agent import open_output
 from kerasdist.cli.run.hosts.places import TaskProcess
 from kerasdist.cli.run.job_spec import JobSpec
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, daemon
 from kerasdist.transport.liveness.failure_protocol import FinalError
 from kerasdist.transport.liveness.launcher_pipe import stderr_environ
 
@@ -443,14 +445,13 @@ class OutputPump:
     def __init__(self, out: int) -> None:
         self._out: int | None = out
         self._lock = threading.Lock()
-        self._calls: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
+        self._calls: collections.deque[Callable[[], bytes]] = collections.deque()
+        self._wake: queue.SimpleQueue[Callable[[], bytes] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._begin(self._run_calls)
 
     def _begin(self, target: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(
-            target=target, args=args, name="kerasdist-output", daemon=True
-        )
+        thread = daemon("kerasdist-output", target, *args)
         self._threads.append(thread)
         thread.start()
 
@@ -468,30 +469,35 @@ class OutputPump:
         Args:
             function: Is called while no output is being cut; must not wait.
         """
-        self._calls.put(function)
+        self._calls.append(function)
+        self._wake.put(bytes)
 
     def finish(self, seconds: float) -> None:
         """Copy the remaining output, then stop; wait for that at most `seconds`."""
-        self._calls.put(None)
+        self._wake.put(None)
         deadline = Deadline(seconds)
         for thread in self._threads:
             thread.join(deadline.remaining())
 
     def _run_calls(self) -> None:
-        for function in iter(self._calls.get, None):
-            with self._lock:
-                self._write(function())
+        for nothing in iter(self._wake.get, None):
+            self._show(nothing)
 
     def _copy(self, lines: Lines, source: IO[bytes], tail: Tail) -> None:
         with source:
             while data := _read(source.fileno()):
                 # First: what the reader of our output delays is in the log.
                 tail.add(data)
-                with self._lock:
-                    self._write(lines.feed(data, time.monotonic()))
+                self._show(functools.partial(lines.feed, data, time.monotonic()))
         tail.add(b"")
+        self._show(lines.flush)
+
+    def _show(self, cut: Callable[[], bytes]) -> None:
         with self._lock:
-            self._write(lines.flush())
+            # Calls first: they were made before what has arrived with them is shown.
+            while self._calls:
+                self._write(self._calls.popleft()())
+            self._write(cut())
 
     def _write(self, data: bytes) -> None:
         while data and self._out is not None:
