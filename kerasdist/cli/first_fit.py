@@ -20,11 +20,13 @@ import runpy
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import numpy as np
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist._keras.context import setting
 from kerasdist._keras.placement.describe import describe, tables_of
 from kerasdist._keras.training.state import JobCallback
@@ -299,11 +301,11 @@ class _Profiler(JobCallback):
             update=mean("update"),
             outside=max(mean("outside") - own, 0.0),
             messages=messages,
-            weights=sum(map(_bytes_of, self.model.trainable_variables)),
+            weights=sum(_bytes_of(self.model.trainable_variables)),
             steps=int(self.params.get("steps") or 0),
             link=link,
             speeds=tuple(every[0] / one for one in every),
-            tables=sum(map(_bytes_of, tables_of(self.model))),
+            tables=sum(_bytes_of(tables_of(self.model))),
             stages=_stages(self.model, most, self._order.devices),
         )
         found = {"": profile}
@@ -353,8 +355,8 @@ def _stages(model: Any, rows: float, devices: int) -> tuple[Stages, ...]:
     return tuple(found)
 
 
-def _bytes_of(variable: Any) -> int:
-    return int(np.prod(variable.shape)) * tf.as_dtype(variable.dtype).size
+def _bytes_of(variables: Iterable[Any]) -> list[int]:
+    return [_tf.bytes_of(variable.value) for variable in variables]
 
 
 def _messages_in(
@@ -380,7 +382,7 @@ def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...],
     workers = model.distribute_strategy.extended.workers
     compressor = compressor_of(name) if name else workers.compression
     variables = model.trainable_variables
-    sizes = [_bytes_of(variable) for variable in variables]
+    sizes = _bytes_of(variables)
     buckets = in_buckets(sizes, workers.bucket_size)
     totals = [sum(sizes[i] for i in bucket) for bucket in buckets]
     if compressor is None:
@@ -406,11 +408,11 @@ def _compressed(
     sent: list[tuple[str, int]] = []
 
     def all_reduce(tensors: Any) -> list[Any]:
-        sent.append(("all_reduce", sum(_bytes_of(tensor) for tensor in tensors)))
+        sent.append(("all_reduce", sum(map(_tf.bytes_of, tensors))))
         return list(tensors)
 
     def all_gather(tensor: Any) -> Any:
-        sent.append(("all_gather", _bytes_of(tensor)))
+        sent.append(("all_gather", _tf.bytes_of(tensor)))
         return tensor
 
     memory = compressor.init(shapes)

@@ -100,6 +100,11 @@ class BlockStrategy(tf.distribute.Strategy):
         self._scope_used = True
         return super().scope()
 
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        # Keras copies models' attributes, but there must be only one strategy.
+        del memo
+        return self
+
     def __enter__(self: _Self) -> _Self:
         return self
 

@@ -273,11 +273,6 @@ class ModelParallelStrategy(BlockStrategy):
         """
         return PlacementReport(steps=dict(self.extended.kerasdist.placer.steps))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelParallelStrategy:
-        # Keras copies models' attributes, but there must be only one strategy.
-        del memo
-        return self
-
 
 def unpacked(placement: Any, devices: Sequence[str] | None) -> tuple[Any, Any]:
     """Return the mapping and the devices of a plan; other arguments unchanged."""

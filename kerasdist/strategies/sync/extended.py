@@ -15,7 +15,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -368,8 +368,6 @@ class SynchronousExtended(SharingExtended):
 
 # The base of the data-parallel strategies: one job of several workers.
 
-_Self = TypeVar("_Self", bound="DataParallelStrategy")
-
 
 def _leave_in_thread(leave: Callable[[BaseException | None], None]) -> None:
     """Leave the job of a strategy that is collected as garbage.
@@ -537,8 +535,3 @@ class DataParallelStrategy(BlockStrategy):
             self._leave_job(error)
         if error is not None or not self._shares_job:
             forget(self._job)
-
-    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        # Keras copies models' attributes, but there must be only one strategy.
-        del memo
-        return self
