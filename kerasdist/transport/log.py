@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -252,17 +253,13 @@ def _number(text: str) -> int | None:
 # nor the user has chosen anything: users are used to these lines.
 
 
-def info(message: str, *args: object, **fields: Any) -> None:
-    """Log a line of level INFO, as `log` does."""
-    log(logging.INFO, message, *args, **fields)
-
-
 def log(
     level: int,
     message: str,
     *args: object,
     logger: logging.Logger = LOGGER,
     exc_info: bool = False,
+    background: bool = False,
     **fields: Any,
 ) -> None:
     """Log a line.
@@ -273,38 +270,32 @@ def log(
         *args: As of `Logger.log`.
         logger: "kerasdist", or a child.
         exc_info: Whether to log the exception that is being handled.
+        background: Whether another thread writes the line, soon: the call never waits.
         **fields: Attributes of the record, which are fields of a line in JSON.
     """
-    record = make_record(level, message, args, logger, fields, exc_info=exc_info)
-    if record is not None:
-        logger.handle(record)
-
-
-def make_record(
-    level: int,
-    message: str,
-    args: tuple[object, ...],
-    logger: logging.Logger,
-    fields: dict[str, Any],
-    *,
-    exc_info: bool = False,
-) -> logging.LogRecord | None:
-    """Return the record for `logger.handle`; None if its level isn't to be shown."""
     if not _is_shown(level, logger):
-        return None
-    # Two frames up is the caller of `log`.
-    frame = sys._getframe(2)
-    return logger.makeRecord(
+        return
+    caller = sys._getframe(1)
+    # Made here: with the time and the thread of its cause.
+    record = logger.makeRecord(
         logger.name,
         level,
-        frame.f_code.co_filename,
-        frame.f_lineno,
+        caller.f_code.co_filename,
+        caller.f_lineno,
         message,
         args,
         sys.exc_info() if exc_info else None,
-        frame.f_code.co_name,
+        caller.f_code.co_name,
         fields,
     )
+    if background:
+        _QUEUE.put(lambda: logger.handle(record))
+    else:
+        logger.handle(record)
+
+
+info = functools.partial(log, logging.INFO)
+log_in_background = functools.partial(log, background=True)
 
 
 def _is_shown(level: int, logger: logging.Logger) -> bool:
@@ -369,30 +360,6 @@ class LimitedLog:
 
 
 MOST_LINES = 1000
-
-
-def log_in_background(
-    level: int,
-    message: str,
-    *args: object,
-    logger: logging.Logger = LOGGER,
-    exc_info: bool = False,
-    **fields: Any,
-) -> None:
-    """Log a line soon, from another thread. Never waits.
-
-    Args:
-        level: For instance `logging.WARNING`.
-        message: As of `Logger.log`.
-        *args: As of `Logger.log`.
-        logger: "kerasdist", or a child.
-        exc_info: Whether to log the exception that is being handled.
-        **fields: See `log`.
-    """
-    # Made here: with the time and the thread of its cause.
-    record = make_record(level, message, args, logger, fields, exc_info=exc_info)
-    if record is not None:
-        _QUEUE.put(lambda: logger.handle(record))
 
 
 def flush(seconds: float | None) -> None:
