@@ -127,7 +127,7 @@ class StepAlone(ContinuableStep):
 #     a leaver   ends its process as the signal would have
 #
 # So no step is repeated, unlike after a loss. If too few workers stay, they write a
-# checkpoint first: see `resumption`.
+# checkpoint first: see `Resumption`.
 
 
 class Departure:

@@ -333,7 +333,7 @@ def authenticate_as_client(
             side's proof.
         ProtocolError: The other side isn't the one that belongs to the address, or
             doesn't follow the protocol.
-        EOFError, OSError: See `control.read_frame`.
+        EOFError, OSError: See `framing.read_frame`.
     """
     mine = os.urandom(_NONCE_BYTES)
     write_frame(sock, FrameType.CHALLENGE, mine, deadline)

@@ -219,7 +219,7 @@ class SharingExtended(_tf.MirroredExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         made = self._from_function(dataset_fn, options)
-        # A function's dataset is the worker's own, see `data.per_worker`.
+        # A function's dataset is the worker's own, see `data.own_rows`.
         OWN_DATA.set(made, False)
         return made
 
