@@ -169,7 +169,7 @@ class Scaling:
 
     @property
     def values(self) -> tuple[float, int, int]:
-        """What was `set`."""
+        """The arguments of the last `set`."""
         target, steps, shift = self._target, self._steps, self._shift
         return float(target.numpy()), int(steps.numpy()), int(shift.numpy())
 
