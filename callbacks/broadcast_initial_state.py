@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 from kerasdist._keras.protocols import KerasHooks, hooks_of
-from kerasdist._keras.training.state import JobCallback, take_epoch
+from kerasdist._keras.shared_state import JobCallback, take_epoch
 from kerasdist.placement.plan import human_bytes
 from kerasdist.transport import log
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 from kerasdist import _tf, errors
 from kerasdist._keras.learning_rate import leaves_of, steps_of
 from kerasdist._keras.protocols import ElasticHooks, hooks_of, stage_clock_of, timer_of
-from kerasdist._keras.training.state import whole_state
+from kerasdist._keras.shared_state import whole_state
 from kerasdist._keras.training.train_step import new_train_function
 from kerasdist.callbacks.bottleneck import in_seconds
 from kerasdist.collectives import Communicator, gather_json

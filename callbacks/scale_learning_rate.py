@@ -14,7 +14,7 @@ from kerasdist._keras import learning_rate
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.learning_rate import steps_of
 from kerasdist._keras.protocols import KerasHooks, hooks_of
-from kerasdist._keras.training.state import JobCallback
+from kerasdist._keras.shared_state import JobCallback
 from kerasdist.prediction.noise import GradientNorms, add_norms, noise_of
 from kerasdist.transport import log
 

@@ -28,7 +28,7 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist._keras.data.epoch_iterators import fits_arrays
-from kerasdist._keras.training.state import JobCallback
+from kerasdist._keras.shared_state import JobCallback
 from kerasdist.callbacks import bottleneck, summaries
 from kerasdist.callbacks.bottleneck import Verdict, judge
 from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kerasdist._keras.training.state import JobCallback
+from kerasdist._keras.shared_state import JobCallback
 from kerasdist.callbacks.job_view import JobView
 from kerasdist.collectives import gather_json
 from kerasdist.strategies.measure.communication import Span, SpanList

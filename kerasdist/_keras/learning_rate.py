@@ -169,7 +169,7 @@ class Scaling:
 
     @property
     def values(self) -> tuple[float, int, int]:
-        """The target, the steps and the shift that were set."""
+        """The arguments of the last `set`."""
         target, steps, shift = self._target, self._steps, self._shift
         return float(target.numpy()), int(steps.numpy()), int(shift.numpy())
 

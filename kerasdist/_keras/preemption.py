@@ -20,16 +20,17 @@ import tensorflow as tf
 from keras.src.callbacks import csv_logger
 
 from kerasdist import _tf
-from kerasdist._keras.chief_failover import flush_board
 from kerasdist._keras.context import current
 from kerasdist._keras.data.arrays import RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.elastic import finished_calls, training_state
 from kerasdist._keras.elastic.evaluation import MetricTotals, is_of_fit
 from kerasdist._keras.elastic.finished_calls import fits_of, unfit
-from kerasdist._keras.elastic.step import ContinuableStep, summed_metrics
+from kerasdist._keras.elastic.joining import depart
+from kerasdist._keras.elastic.step import ContinuableStep
 from kerasdist._keras.elastic.training_state import CheckpointFile, DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
+from kerasdist._keras.shared_state import state_to_give
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import SnapshotError
 from kerasdist.transport import log
@@ -47,36 +48,19 @@ class StepAlone(ContinuableStep):
         trainer: The model.
         hooks: The hooks of its strategy.
         calls: Takes the steps of one execution.
-        given: See `ContinuableStep.given`.
-        leave: Ends the job; called between two steps with this object, the iterator,
-            and the number of the next step in the epoch.
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        hooks: KerasHooks,
-        calls: Callable[[Any], Any],
-        given: Callable[[], Sequence[Any]],
-        leave: Callable[[StepAlone, Any, int], None],
+        self, trainer: Any, hooks: KerasHooks, calls: Callable[[Any], Any]
     ) -> None:
-        self._trainer = trainer
+        super().__init__(trainer, hooks, MetricTotals(list))
         self._communicator = hooks.workers.communicator
         self._calls = calls
-        self.given = given
-        self._leave = leave
         job: Any = hooks.workers.job
         self._leaving = job.leaving
-        self._totals = MetricTotals(list)
         # By the type of an iterator: whether it's one of `fit`, and whether it counts
         # its batches. Asking costs as much as the rest of this module in a step.
         self._kinds: dict[type, tuple[bool, bool]] = {}
-        # The steps of this epoch.
-        self._taken = 0
-
-    def begin(self) -> None:
-        """See `ContinuableStep.begin`."""
-        self._taken = 0
 
     def __call__(self, iterator: Any) -> Any:
         """See `ContinuableStep.__call__`."""
@@ -86,11 +70,9 @@ class StepAlone(ContinuableStep):
             self._kinds[type(iterator)] = kind
         if not kind[0]:
             return self._calls(iterator)
-        if current.resumed is not None:
-            current.resumed()
-            current.resumed = None
+        number = self._begin_step()
         if self._leaving.wanted and current.iterator is not None:
-            self._leave(self, iterator, self._taken + current.first_step)
+            depart(self._trainer, self._hooks, self, iterator, number)
         logs = self._calls(iterator)
         # The last execution of a pass may have had fewer; then none follows.
         steps = int(self._trainer.steps_per_execution)
@@ -98,93 +80,17 @@ class StepAlone(ContinuableStep):
             for _ in range(steps):
                 iterator.commit()
         self._taken += steps
+        self._totals.steps += steps
         self._communicator.step += steps
         return logs
-
-    def prepare(self, iterator: Any) -> None:
-        """See `ContinuableStep.prepare`: no other worker waits."""
-
-    def read_metrics(self, read: Callable[[], Any]) -> Any:
-        """See `ContinuableStep.read_metrics`."""
-        result = read()
-        self._taken = current.first_step = 0
-        return result
-
-    def sum_metrics(self) -> tuple[int, list[Any]]:
-        """See `ContinuableStep.sum_metrics`."""
-        steps = self._taken + current.first_step
-        return steps, self._totals.sums(summed_metrics(self._trainer))
-
-    def set_metrics(self, steps: int, sums: Sequence[Any]) -> None:
-        """See `ContinuableStep.set_metrics`."""
-        self._totals.set(summed_metrics(self._trainer), sums, steps, chief=True)
-
-
-# The workers of an elastic job that leave it between two steps, on SIGTERM.
-#
-#     all        ask, about once per second (`joining.Admission`)
-#     all        agree on which leave ── these leave ── the others take the next step
-#     a leaver   ends its process as the signal would have
-#
-# So no step is repeated, unlike after a loss. If too few workers stay, they write a
-# checkpoint first: see `Resumption`.
-
-
-class Departure:
-    """The leaving of workers, this one perhaps among them.
-
-    Args:
-        trainer: The model.
-        hooks: The hooks of its strategy.
-    """
-
-    def __init__(self, trainer: Any, hooks: KerasHooks) -> None:
-        self._trainer = trainer
-        self._hooks = hooks
-
-    def run(self, step: ContinuableStep, iterator: Any, number: int) -> None:
-        """Let the workers leave that want to; all call it alike, between two steps.
-
-        Args:
-            step: Takes the steps of the model.
-            iterator: The iterator of the next step; None: the last epoch has ended.
-            number: The number of that step in the epoch.
-        """
-        leaving = _leaving_of(self._hooks)
-        if leaving is None:
-            return
-        leaving.agree()
-        if leaving.ids and leaving.ends_job and current.resumption is not None:
-            current.resumption.keep(self._trainer, step, iterator, number)
-        if leaving.ids and leaving.change():
-            for callback in current.callbacks:
-                flush_board(callback)
-            self._hooks.workers.job.close()
-            leaving.end_process()
-
-
-def leave_after_training(
-    trainer: Any, hooks: KerasHooks, step: ContinuableStep
-) -> None:
-    """Let the workers leave that want to, at the end of the last epoch of `fit`.
-
-    No step follows that would do it. All workers call it alike.
-    """
-    if hooks.elastic is not None and hooks.elastic.ask()[1]:
-        Departure(trainer, hooks).run(step, None, 0)
 
 
 def in_fit(hooks: KerasHooks) -> contextlib.AbstractContextManager[None]:
     """Let this worker have the time of a `fit` to leave, in the block."""
-    leaving = _leaving_of(hooks)
+    leaving: Leaving | None = getattr(hooks.workers.job, "leaving", None)
     if leaving is None or leaving.termination is None:
         return contextlib.nullcontext()
     return leaving.termination.in_fit()
-
-
-def _leaving_of(hooks: KerasHooks) -> Leaving | None:
-    job: Any = hooks.workers.job
-    return getattr(job, "leaving", None)
 
 
 class Resumption:
@@ -222,7 +128,7 @@ class Resumption:
             number: The number of that step in the epoch.
         """
         hooks = self._hooks
-        variables = step.given()
+        variables = state_to_give(trainer)
         facts = training_state.collect(trainer, hooks, variables, iterator, number)
         steps, sums = step.sum_metrics()
         arrays = finished_calls.arrays_of(current.callbacks)
@@ -249,7 +155,7 @@ class Resumption:
             # Once more if the first member is lost before it has written the file.
             mine = ""
             if hooks.workers.rank == 0:
-                values = [_value(each) for each in _state(trainer, step)]
+                values = [_value(each) for each in _state(trainer)]
                 values += [array for _, _, some in arrays for array in some]
                 values += [np.asarray(part) for part in sums]
                 mine = self._write(facts, values)
@@ -298,7 +204,7 @@ class Resumption:
             SnapshotError: This call can't continue from the file.
         """
         hooks = self._hooks
-        every = _state(trainer, step)
+        every = _state(trainer)
         epoch = None
         while epoch != self._elastic.epoch:
             # Again if the workers have changed meanwhile: then ranks are others.
@@ -409,11 +315,12 @@ class Resumption:
             )
 
 
-def _state(trainer: Any, step: ContinuableStep) -> list[Any]:
+def _state(trainer: Any) -> list[Any]:
     """Return the variables that are the same on all workers."""
     metrics = [variable.value for variable in trainer.metrics_variables]
     parts = tf.VariableAggregation.SUM
-    return [*step.given(), *(each for each in metrics if each.aggregation != parts)]
+    shared = [each for each in metrics if each.aggregation != parts]
+    return [*state_to_give(trainer), *shared]
 
 
 def _value(variable: Any) -> Array:

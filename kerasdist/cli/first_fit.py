@@ -29,7 +29,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.context import setting
 from kerasdist._keras.placement.describe import describe, tables_of
-from kerasdist._keras.training.state import JobCallback
+from kerasdist._keras.shared_state import JobCallback
 from kerasdist.callbacks import ScalingTensorBoard, bottleneck
 from kerasdist.callbacks.job_view import JobView
 from kerasdist.cli.console import output_to_errors

@@ -1,4 +1,4 @@
-"""A worker that joins a job in the midst of a call of `fit`.
+"""Workers that join a job in the midst of a call of `fit`, or leave it.
 
     members     steps ── any applicants? ── no ─ steps ...
                               └ yes: admit ── give ──────── steps, for the new layout
@@ -7,23 +7,35 @@
 The newcomer runs the script from its beginning, and is alone until its `fit` takes its
 first step. There it gets the state of the members: all variables, and what
 `training_state` has of their `fit`.
+
+    all        ask, about once per second
+    all        agree on which leave ── these leave ── the others take the next step
+    a leaver   ends its process as the signal (SIGTERM) would have
+
+So no step is repeated, unlike after a loss. If too few workers stay, they write a
+checkpoint first: see `preemption`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kerasdist._keras.chief_failover import flush_board
 from kerasdist._keras.context import current
 from kerasdist._keras.data.arrays import BatchIterator, RepeatableIterator
 from kerasdist._keras.data.epoch_iterators import draws_order
 from kerasdist._keras.elastic import finished_calls, training_state
 from kerasdist._keras.elastic.training_state import DataPlace
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
+from kerasdist._keras.shared_state import state_to_give
 from kerasdist.errors import ClusterError
+
+if TYPE_CHECKING:
+    from kerasdist.collectives.elastic.termination import Leaving
 
 # Seconds between two questions whether a worker wants to join.
 _SECONDS = 1.0
@@ -39,34 +51,24 @@ class Admission:
         trainer: The model.
         hooks: The hooks of its strategy.
         elastic: Their changes of membership.
-        state: Returns the variables that a newcomer gets.
-        leave: Lets members leave, given the arguments of `poll`.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        hooks: KerasHooks,
-        elastic: ElasticHooks,
-        state: Callable[[], Sequence[Any]],
-        leave: Callable[[Any, int], None],
-    ) -> None:
+    def __init__(self, trainer: Any, hooks: KerasHooks, elastic: ElasticHooks) -> None:
         self._trainer = trainer
         self._hooks = hooks
         self._elastic = elastic
-        self._state = state
-        self._leave = leave
         # Steps until the next question, the same on all members.
         self._left = 1
         self._steps = 1
         self._asked = time.monotonic()
 
-    def poll(self, iterator: Any, step: int) -> bool:
+    def poll(self, step: Any, iterator: Any, number: int) -> bool:
         """Admit workers if it's time to; all members call it before each step.
 
         Args:
+            step: The `ContinuableStep` that takes the model's steps.
             iterator: The iterator of the step.
-            step: The number of the step in the epoch.
+            number: The number of the step in the epoch.
 
         Returns:
             Whether workers have joined just now; also on those.
@@ -92,30 +94,29 @@ class Admission:
         # None in a script's own loop over steps.
         if current.iterator is not None:
             place = DataPlace(self._hooks)
-            self._elastic.publish("place", place.facts(iterator, step))
+            self._elastic.publish("place", place.facts(iterator, number))
             self._elastic.publish("layout", list(self._hooks.workers.job.replicas))
         joining, leaving = self._elastic.ask()
         if leaving:
-            self._leave(iterator, step)
+            depart(self._trainer, self._hooks, step, iterator, number)
             return False
         if not joining or current.iterator is None or not self._elastic.admit():
             return False
-        return self._give(iterator, step)
+        return self._give(iterator, number)
 
-    def _give(self, iterator: Any, step: int) -> bool:
+    def _give(self, iterator: Any, number: int) -> bool:
         """Give newcomers the state; return whether they have taken it."""
         hooks = self._hooks
         _forget_evaluations(self._trainer, hooks)
-        facts = training_state.collect(
-            self._trainer, hooks, self._state(), iterator, step
-        )
+        state = state_to_give(self._trainer)
+        facts = training_state.collect(self._trainer, hooks, state, iterator, number)
         facts["polls"] = [self._left, self._steps]
         hooks.consensus.facts(facts)
         answers = _exchange(hooks, _Answer("", _checksum(iterator)))
         if _refusal(answers):
             # The newcomers leave, and the others continue.
             return False
-        hooks.state.give(self._state(), False)
+        hooks.state.give(state_to_give(self._trainer), False)
         _share_arrays(hooks, current.callbacks)
         return True
 
@@ -172,8 +173,7 @@ def join(
     hooks: KerasHooks,
     elastic: ElasticHooks,
     callbacks: Sequence[Any],
-    state: Sequence[Any],
-    prepare: Callable[[Any], None],
+    step: Any,
 ) -> None:
     """Join the members in their present call of `fit`, before this one's first step.
 
@@ -182,8 +182,7 @@ def join(
         hooks: The hooks of its strategy.
         elastic: Their changes of membership.
         callbacks: The callbacks of its `fit`, which have begun.
-        state: The variables that it gets.
-        prepare: Prepares a step on the batches of an iterator.
+        step: The `ContinuableStep` that takes the model's steps, or None.
 
     Raises:
         ClusterError: The job's training can't be continued from its middle, or it isn't
@@ -191,9 +190,11 @@ def join(
         CollectiveError: The members didn't admit this worker in time.
     """
     trainer.reset_metrics()
+    state = state_to_give(trainer)
     place = DataPlace(hooks)
     _approach(place, elastic)
-    _prepare(place, elastic, prepare)
+    if step is not None:
+        _prepare(place, elastic, step)
     elastic.join()
     facts = hooks.consensus.facts(None)[0]
     if facts is None:
@@ -228,14 +229,12 @@ def _approach(place: DataPlace, elastic: ElasticHooks) -> None:
             return
 
 
-def _prepare(
-    place: DataPlace, elastic: ElasticHooks, prepare: Callable[[Any], None]
-) -> None:
+def _prepare(place: DataPlace, elastic: ElasticHooks, step: Any) -> None:
     """Prepare a step for the layout of the members with this worker as the last one."""
     replicas = (elastic.facts_of_members() or {}).get("layout")
     if replicas and isinstance(place.iterator, RepeatableIterator):
         with elastic.expecting(replicas):
-            prepare(place.iterator)
+            step.prepare(place.iterator)
 
 
 def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
@@ -255,3 +254,31 @@ def _share_arrays(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
         given = communicator.broadcast(given, 0)
         if newcomer:
             setattr(callback, name, given)
+
+
+def depart(
+    trainer: Any, hooks: KerasHooks, step: Any, iterator: Any, number: int
+) -> None:
+    """Let the workers leave that want to, this one perhaps among them.
+
+    All call it alike, between two steps.
+
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        step: The `ContinuableStep` that takes the model's steps.
+        iterator: The iterator of the next step; None: the last epoch has ended.
+        number: The number of that step in the epoch.
+    """
+    job: Any = hooks.workers.job
+    leaving: Leaving | None = getattr(job, "leaving", None)
+    if leaving is None:
+        return
+    leaving.agree()
+    if leaving.ids and leaving.ends_job and current.resumption is not None:
+        current.resumption.keep(trainer, step, iterator, number)
+    if leaving.ids and leaving.change():
+        for callback in current.callbacks:
+            flush_board(callback)
+        job.close()
+        leaving.end_process()

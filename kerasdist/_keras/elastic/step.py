@@ -32,6 +32,7 @@ from kerasdist._keras.elastic.evaluation import (
 from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.joining import Admission
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, translating
+from kerasdist._keras.shared_state import updated_state, whole_state
 from kerasdist._tf.tensor_origins import reads_or_writes
 
 # A train function whose `fit` another process can continue, between two steps.
@@ -40,11 +41,18 @@ from kerasdist._tf.tensor_origins import reads_or_writes
 class ContinuableStep(abc.ABC):
     """Takes steps of training on an iterator's batches.
 
-    Attributes:
-        given: Returns the variables that another process gets.
+    Args:
+        trainer: The model.
+        hooks: The hooks of its strategy.
+        totals: The sums of its metrics over all replicas.
     """
 
-    given: Callable[[], Sequence[Any]]
+    def __init__(self, trainer: Any, hooks: KerasHooks, totals: MetricTotals) -> None:
+        self._trainer = trainer
+        self._hooks = hooks
+        self._totals = totals
+        # The steps of this epoch.
+        self._taken = 0
 
     @abc.abstractmethod
     def __call__(self, iterator: Any) -> Any:
@@ -54,41 +62,59 @@ class ContinuableStep(abc.ABC):
             StopIteration, tf.errors.OutOfRangeError: There's no batch.
         """
 
-    @abc.abstractmethod
     def begin(self) -> None:
         """Begin with metrics that are reset."""
+        self._totals.reset()
+        self._taken = 0
 
-    @abc.abstractmethod
-    def prepare(self, iterator: Any) -> None:
+    def prepare(self, iterator: Any) -> None:  # noqa: B027 - only some have to
         """Trace a step on the batches of an iterator, for the present layout."""
 
-    @abc.abstractmethod
     def read_metrics(self, read: Callable[[], Any]) -> Any:
         """Return what `read` does, of metrics over all workers; it may be repeated.
 
         The metrics are reset next.
         """
+        result = self._with_present(read)
+        self._totals.reset()
+        self._taken = current.first_step = 0
+        return result
 
-    @abc.abstractmethod
     def sum_metrics(self) -> tuple[int, list[Any]]:
         """Return the steps of this epoch's metrics, and their sums over all workers.
 
         All call it alike, between two steps.
         """
+        totals = self._totals
+        found: tuple[int, list[Any]] = self._with_present(
+            lambda: (totals.steps, totals.sums(self._metrics()))
+        )
+        return found
 
-    @abc.abstractmethod
     def set_metrics(self, steps: int, sums: Sequence[Any]) -> None:
         """Continue from what `sum_metrics` has returned in other workers."""
+        chief = self._hooks.workers.rank == 0
+        self._totals.set(self._metrics(), sums, steps, chief=chief)
 
+    def _with_present(self, call: Callable[[], Any]) -> Any:
+        """Call a function that communicates, again if the workers change in it."""
+        return call()
 
-def summed_metrics(trainer: Any) -> list[Sequence[Any]]:
-    """Return the copies of all metric variables that reading sums."""
-    variables = [variable.value for variable in trainer.metrics_variables]
-    return [
-        _tf.local_results(variable)
-        for variable in variables
-        if variable.aggregation == tf.VariableAggregation.SUM
-    ]
+    def _begin_step(self) -> int:
+        """Begin a step of `fit`; return its number in the epoch."""
+        if current.resumed is not None:
+            current.resumed()
+            current.resumed = None
+        return self._taken + current.first_step
+
+    def _metrics(self) -> list[Sequence[Any]]:
+        """Return the copies of all metric variables that reading sums."""
+        variables = [variable.value for variable in self._trainer.metrics_variables]
+        return [
+            _tf.local_results(variable)
+            for variable in variables
+            if variable.aggregation == tf.VariableAggregation.SUM
+        ]
 
 
 # Copies of variables as they were at the beginning of a step.
@@ -232,14 +258,6 @@ class ElasticStep(ContinuableStep):
         elastic: Their changes of membership.
         make_function: Makes a function that takes one step on a list of one batch.
         instrument: Returns a function that calls the one that its argument makes.
-        state: Returns the variables of all that a step may change.
-        updated: Returns those of them that optimizers update.
-        given: Returns those that a worker gets which joins.
-        leave: Lets workers leave; called between two steps with this object, the
-            iterator, and the number of the next step in the epoch.
-
-    Attributes:
-        given: See above.
     """
 
     def __init__(
@@ -249,17 +267,10 @@ class ElasticStep(ContinuableStep):
         elastic: ElasticHooks,
         make_function: Callable[[], _Calls],
         instrument: Callable[[Callable[[], _Calls]], _Calls],
-        state: Callable[[], Sequence[Any]],
-        updated: Callable[[], Sequence[Any]],
-        given: Callable[[], Sequence[Any]],
-        leave: Callable[[ElasticStep, Any, int], None],
     ) -> None:
-        self._trainer = trainer
-        self._hooks = hooks
+        super().__init__(trainer, hooks, MetricTotals(hooks.state.sum_over_workers))
         self._elastic = elastic
         self._make_function = make_function
-        self._state = state
-        self._updated = updated
         # Whether updates wait for the commit, and those of the step in the trace.
         self._late = True
         self._traced: list[LateUpdates] = []
@@ -269,19 +280,7 @@ class ElasticStep(ContinuableStep):
         self._shadow = Shadow()
         # The variables that the running step has kept.
         self._saved: list[Any] = []
-        self._totals = MetricTotals(hooks.state.sum_over_workers)
-        self.given = given
-        self._admission = Admission(
-            *(trainer, hooks, elastic, given),
-            lambda iterator, number: leave(self, iterator, number),
-        )
-        # The steps of this epoch.
-        self._taken = 0
-
-    def begin(self) -> None:
-        """See `ContinuableStep.begin`."""
-        self._totals.reset()
-        self._taken = 0
+        self._admission = Admission(trainer, hooks, elastic)
 
     def __call__(self, iterator: Any) -> Any:
         """See `ContinuableStep.__call__`."""
@@ -293,7 +292,7 @@ class ElasticStep(ContinuableStep):
         if not is_of_fit(iterator):
             refuse_newcomer(self._hooks, "train_on_batch")
         else:
-            self._begin_step(iterator, self._taken + current.first_step)
+            self._change_members(iterator, self._begin_step())
         logs = None
         for number in range(int(self._trainer.steps_per_execution)):
             try:
@@ -306,12 +305,9 @@ class ElasticStep(ContinuableStep):
             return logs
         return self._trainer._get_metrics_result_or_logs(logs)
 
-    def _begin_step(self, iterator: Any, number: int) -> None:
+    def _change_members(self, iterator: Any, number: int) -> None:
         """Let workers join or leave before a step of `fit`, if it's time to."""
-        if current.resumed is not None:
-            current.resumed()
-            current.resumed = None
-        if self._admission.poll(iterator, number):
+        if self._admission.poll(self, iterator, number):
             self._adapt_to_members()
             # The others may be lost before the newcomers' first commit.
             self._totals.share(
@@ -329,23 +325,7 @@ class ElasticStep(ContinuableStep):
         with translating(self._hooks):
             self._calls(EvaluatedPart(None, spec))
 
-    def read_metrics(self, read: Callable[[], Any]) -> Any:
-        """See `ContinuableStep.read_metrics`."""
-        result = self._with_present(read)
-        self._totals.reset()
-        self._taken = current.first_step = 0
-        return result
-
-    def sum_metrics(self) -> tuple[int, list[Any]]:
-        """See `ContinuableStep.sum_metrics`."""
-        totals = self._totals
-        found: tuple[int, list[Any]] = self._with_present(
-            lambda: (totals.steps, totals.sums(self._metrics()))
-        )
-        return found
-
     def _with_present(self, call: Callable[[], Any]) -> Any:
-        """Call a function that communicates, again if the workers change in it."""
         while True:
             self._adapt_to_members()
             try:
@@ -357,11 +337,6 @@ class ElasticStep(ContinuableStep):
             except Exception as error:
                 if not self._elastic.has_changed(error):
                     raise
-
-    def set_metrics(self, steps: int, sums: Sequence[Any]) -> None:
-        """See `ContinuableStep.set_metrics`."""
-        chief = self._hooks.workers.rank == 0
-        self._totals.set(self._metrics(), sums, steps, chief=chief)
 
     def _take_step(self, batches: Batches) -> Any:
         """Take a step on the next batch, as often as the workers change in it."""
@@ -430,7 +405,7 @@ class ElasticStep(ContinuableStep):
         if tf.executing_eagerly() or not self._late:
             return None
         replica = _tf.local_replica_id()
-        copies = [self._copies(variable) for variable in self._updated()]
+        copies = [_tf.local_results(v) for v in updated_state(self._trainer)]
         # What was created outside of the scope has no copies.
         own = [each[replica if len(each) > 1 else 0] for each in copies]
         flat: dict[Any, Any] = {}
@@ -498,11 +473,11 @@ class ElasticStep(ContinuableStep):
         late = self._late and not self._trainer.run_eagerly
 
         def step(batch: Any) -> Any:
-            state = [*self._state(), *self._hooks.gradients.kept()]
+            state = [*whole_state(self._trainer), *self._hooks.gradients.kept()]
             if late:
-                updated = {id(variable) for variable in self._updated()}
+                updated = {id(variable) for variable in updated_state(self._trainer)}
                 state = [each for each in state if id(each) not in updated]
-            saved[:] = [copy for each in state for copy in self._copies(each)]
+            saved[:] = [copy for each in state for copy in _tf.local_results(each)]
             with tf.control_dependencies(self._shadow.save(saved)):
                 logs = function([batch])
             if not late:
@@ -523,11 +498,3 @@ class ElasticStep(ContinuableStep):
                 return tf.constant(0)
 
         return [tf.distribute.get_replica_context().merge_call(merge)]
-
-    def _copies(self, variable: Any) -> Sequence[Any]:
-        """Return the variables that a strategy's variable consists of here."""
-        copies: Sequence[Any] = _tf.local_results(variable)
-        return copies
-
-    def _metrics(self) -> list[Sequence[Any]]:
-        return summed_metrics(self._trainer)

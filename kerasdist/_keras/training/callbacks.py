@@ -34,8 +34,8 @@ from kerasdist._keras.learning_rate import (
     settable,
 )
 from kerasdist._keras.protocols import AsyncHooks, dynamic_hooks, hooks_of
+from kerasdist._keras.shared_state import JobCallback, statistics_of
 from kerasdist._keras.training import fit_loop
-from kerasdist._keras.training.state import JobCallback, statistics_of
 from kerasdist._tf.patching import Original
 
 # They have batch methods, but never stop the training in them.

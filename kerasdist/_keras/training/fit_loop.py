@@ -32,35 +32,30 @@ from kerasdist._keras.elastic.finished_calls import (
     refuse_newcomer,
     result_of_fit,
 )
-from kerasdist._keras.elastic.joining import join
+from kerasdist._keras.elastic.joining import depart, join
 from kerasdist._keras.elastic.step import ContinuableStep
 from kerasdist._keras.elastic.training_state import begin as begin_fit
 from kerasdist._keras.elastic.training_state import leave_out_epochs
 from kerasdist._keras.file_writers import note_own_files
 from kerasdist._keras.placement.trainer import failure_behind
-from kerasdist._keras.preemption import (
-    Resumption,
-    in_fit,
-    leave_after_training,
-)
+from kerasdist._keras.preemption import Resumption, in_fit
 from kerasdist._keras.protocols import (
     KerasHooks,
     hooks_of,
     timer_of,
     translating,
 )
-from kerasdist._keras.training.logs import numbers_of, whole_logs
-from kerasdist._keras.training.optimizers import (
-    open_window,
-)
-from kerasdist._keras.training.state import (
+from kerasdist._keras.shared_state import (
     JobCallback,
     chiefs_state,
     share_state,
     state_of,
-    state_to_give,
     statistics_of,
     take_epoch,
+)
+from kerasdist._keras.training.logs import numbers_of, whole_logs
+from kerasdist._keras.training.optimizers import (
+    open_window,
 )
 from kerasdist._keras.training.weight_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.unscoped_models import warn_if_outside
@@ -308,10 +303,7 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
             if finished is not None:
                 return _leave_out(trainer, callbacks, finished)
             step = _continuable_step_of(trainer)
-            join(
-                *(trainer, hooks, elastic, callbacks, state_to_give(trainer)),
-                prepare=(lambda _: None) if step is None else step.prepare,
-            )
+            join(trainer, hooks, elastic, callbacks, step)
             calls.begin_fit()
             return None
         calls.begin_fit()
@@ -504,13 +496,17 @@ def _hide_progress_bar(hooks: KerasHooks, arguments: dict[str, Any]) -> None:
 
 
 def after_epoch(trainer: Any) -> None:
-    """Let workers leave after the last epoch, in a job that can be continued."""
+    """Let workers leave after the last epoch, in a job that can be continued.
+
+    No step follows that would do it. All workers call it alike.
+    """
     hooks = hooks_of(trainer.distribute_strategy)
     step = _continuable_step_of(trainer)
     if hooks is None or step is None or current.resumption is None:
         return
-    if trainer.stop_training or current.epoch >= current.epochs:
-        leave_after_training(trainer, hooks, step)
+    ends = trainer.stop_training or current.epoch >= current.epochs
+    if ends and hooks.elastic is not None and hooks.elastic.ask()[1]:
+        depart(trainer, hooks, step, None, 0)
 
 
 def _continuable_step_of(trainer: Any) -> ContinuableStep | None:

@@ -25,7 +25,7 @@ from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.placement.layers import placer_of
-from kerasdist._keras.preemption import Departure, StepAlone
+from kerasdist._keras.preemption import StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
     StepTimer,
@@ -34,14 +34,9 @@ from kerasdist._keras.protocols import (
     timer_of,
     translating,
 )
+from kerasdist._keras.shared_state import statistics_of
 from kerasdist._keras.training.logs import keeping
 from kerasdist._keras.training.optimizers import adopt_model
-from kerasdist._keras.training.state import (
-    state_to_give,
-    statistics_of,
-    updated_state,
-    whole_state,
-)
 from kerasdist._keras.unscoped_models import (
     build_by_step,
     can_be_called,
@@ -233,10 +228,7 @@ def make_function(
             with translating(hooks), inside():
                 return instrumented(iterator)
 
-        alone = StepAlone(
-            *(trainer, hooks, take, lambda: state_to_give(trainer)),
-            Departure(trainer, hooks).run,
-        )
+        alone = StepAlone(trainer, hooks, take)
         if last is not None:
             LAST_LOGS.set(alone, last)
         return alone
@@ -247,10 +239,6 @@ def make_function(
             hooks.elastic,
             make_step,
             lambda make: InstrumentedStep(trainer, make, timer, single=True),
-            lambda: whole_state(trainer),
-            lambda: updated_state(trainer),
-            lambda: state_to_give(trainer),
-            Departure(trainer, hooks).run,
         )
         if last is not None:
             LAST_LOGS.set(elastic, last)

@@ -21,7 +21,7 @@ from kerasdist._keras.placement.layers import (
 )
 from kerasdist._keras.placement.micro_batches import dividing
 from kerasdist._keras.placement.rematerialize import rematerializing
-from kerasdist._keras.training.state import copied_to, whole_state
+from kerasdist._keras.shared_state import copied_to, whole_state
 from kerasdist._tf import gradient_placement, graph_clocks
 from kerasdist._tf.graph_clocks import parts_of_operations, ran_graphs
 from kerasdist._tf.variables import facets_of

@@ -193,7 +193,7 @@ from kerasdist.strategies.measure.communication import Slot
 strategy = kerasdist.RingStrategy(timeout=60, bucket_size=100_000)
 recording = recorders(strategy.communicator)
 m = build()
-from kerasdist._keras.training.state import JobCallback
+from kerasdist._keras.shared_state import JobCallback
 class Late(JobCallback):
     never_stops = True
     def on_train_batch_begin(self, batch, logs=None):
