@@ -25,6 +25,7 @@ from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.placement.layers import placer_of
+from kerasdist._keras.placement.trainer import plan_for_data
 from kerasdist._keras.preemption import StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
@@ -163,8 +164,7 @@ def make_function(
         facts: dict[str, Any] = {"late": None if updates is None else updates.add}
         several = hooks.workers.replicas > 1
         if several:
-            facts["taken"] = TapeGradients()
-            facts["direct"] = are_unseen(trainer)
+            facts["taken"] = TapeGradients(direct=are_unseen(trainer))
             facts["state"] = StepState(trainer, hooks, rows, training=training)
         # A replica without rows runs the step on another's row. Its gradients count for
         # nothing, and the variables that it changed are restored.
@@ -333,8 +333,10 @@ def symbolic_build(
     alone, and doesn't exist for strings or for unequal parts.
     """
     strategy = trainer.distribute_strategy
-    hooks = hooks_of(strategy)
-    if hooks is None and placer_of(strategy) is None:
+    hooks, placer = hooks_of(strategy), placer_of(strategy)
+    if placer is not None:
+        plan_for_data(trainer, placer, iterator, data_batch)
+    elif hooks is None:
         return original(trainer, iterator, data_batch)
     own = has_own_step(trainer)
     made = trainer.test_function if current.evaluating else trainer.train_function
