@@ -29,7 +29,6 @@ class StepContext(threading.local):
         merge: Makes one process's gradients of those of micro-batches, which a tape
             returns; None without micro-batches.
         written: Called with each variable that a micro-batch assigns; or None.
-        direct: Whether gradients go from the tape to Keras's own `apply` unseen.
         reduced: Whether gradients have been reduced already.
         window: Whether gradients will be reduced once for several steps.
         late: Takes a reduction of gradients, and the update with its result, that are
@@ -84,7 +83,6 @@ class StepContext(threading.local):
     taken: Any = None
     merge: Callable[[Any], Any] | None = None
     written: Callable[[Any], None] | None = None
-    direct: bool = False
     reduced: bool = False
     window: bool = False
     late: Callable[[Callable[..., Any], Callable[[Any], Any]], bool] | None = None

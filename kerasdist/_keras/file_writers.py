@@ -219,11 +219,6 @@ def _expect(given: str, facts: dict[str, Any]) -> None:
     _warn_once("invisible", text)
 
 
-def any_missing() -> bool:
-    """Return whether there is any path for which `why_missing` has a reason."""
-    return bool(_FilesOfProcess.missing)
-
-
 def why_missing(path: str | os.PathLike[str]) -> str:
     """Return why a file that this rank has saved isn't there; empty if it may be."""
     why, found = _FilesOfProcess.missing.get(_key(path), ("", None))
@@ -245,14 +240,12 @@ def _error(facts: dict[str, Any], path: str) -> Exception:
     name, text = str(facts.get("error")), str(facts.get("text"))
     where = f"(the chief, rank 0, was writing {path!r})"
     kind = getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        return RuntimeError(f"{name}: {text} {where}")
-    if issubclass(kind, OSError) and isinstance(facts.get("errno"), int):
-        return kind(facts["errno"], f"{facts.get('strerror')} {where}")
-    try:
-        return kind(f"{text} {where}")
-    except TypeError:  # its constructor needs more arguments
-        return RuntimeError(f"{name}: {text} {where}")
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        if issubclass(kind, OSError) and isinstance(facts.get("errno"), int):
+            return kind(facts["errno"], f"{facts.get('strerror')} {where}")
+        with contextlib.suppress(TypeError):  # its constructor needs more arguments
+            return kind(f"{text} {where}")
+    return RuntimeError(f"{name}: {text} {where}")
 
 
 def _names_rank(path: str, rank: int) -> bool:
@@ -432,10 +425,9 @@ def write(original: Original, saved: Any, *args: Any, **kwargs: Any) -> Any:
         with _leaving(hooks):
             return original(saved, *args, **kwargs)
     path = str(os.fspath(path))
-    if hooks.workers.rank > 0:
-        if wait_for_chief(hooks, path, own=state_of_file(path) is None):
-            with setting(writing=True), _leaving(hooks), announcing(hooks, path):
-                return original(saved, *args, **kwargs)
+    if hooks.workers.rank > 0 and not wait_for_chief(
+        hooks, path, own=state_of_file(path) is None
+    ):
         return None
     with setting(writing=True), _leaving(hooks), announcing(hooks, path):
         return original(saved, *args, **kwargs)
@@ -536,15 +528,13 @@ def load(original: Original, *args: Any, **kwargs: Any) -> Any:
         ValueError: This rank has saved it, and can't see the file that the chief has
             written; or the chief has written none.
     """
-    if any_missing():
+    if _FilesOfProcess.missing:
         path = inspect.signature(original).bind(*args, **kwargs).arguments["filepath"]
         if isinstance(path, (str, os.PathLike)) and (why := why_missing(path)):
             raise ValueError(why)
     return original(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _leaving(hooks: KerasHooks | None) -> Iterator[None]:
-    """Leave the scope of a strategy of kerasdist."""
-    with contextlib.nullcontext() if hooks is None else outside_of_scopes():
-        yield
+def _leaving(hooks: KerasHooks | None) -> contextlib.AbstractContextManager[None]:
+    """Leave the scope of a strategy of kerasdist, in the block."""
+    return contextlib.nullcontext() if hooks is None else outside_of_scopes()

@@ -97,10 +97,6 @@ core
         $MODEL._autoconvert_optionals(self, step_func)
     training.train_step.symbolic_build
         $MODEL._maybe_symbolic_build(self, iterator, data_batch)
-placement
-    placement.trainer.plan_placement
-        $MODEL._maybe_symbolic_build(self, iterator, data_batch)
-core
     training.fit_loop.finish_epoch
         $MODEL._get_metrics_result_or_logs(self, logs)
     training.fit_loop.begin_training
@@ -142,8 +138,6 @@ placement
     # In the class that defines it: Keras takes a `compile` elsewhere for a user's own.
     placement.trainer.compile_model
         $BASE.compile(self, ...)
-    placement.trainer.keep_gradients_unscaled
-        $TF_OPTIMIZER._all_reduce_sum_gradients(self, grads_and_vars)
     placement.trainer.reset_accumulators
         $OPTIMIZER._backend_reset_gradient_accumulators(self)
     placement.trainer.init_epoch_iterator

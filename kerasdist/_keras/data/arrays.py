@@ -98,9 +98,7 @@ _uses: weakref.WeakKeyDictionary[KerasHooks, DataUses] = weakref.WeakKeyDictiona
 
 def uses_of(hooks: KerasHooks) -> DataUses:
     """Return the uses of the data that the models of a strategy were given."""
-    if hooks not in _uses:
-        _uses[hooks] = DataUses()
-    return _uses[hooks]
+    return _uses.setdefault(hooks, DataUses())
 
 
 class DataUses:

@@ -108,11 +108,8 @@ class MetricTotals:
             return
         self.steps, self._first, self._missing = map(int, numbers[1:])
         self._count.assign(self.steps - self._first)
-        for dtype, total in zip(flat, totals, strict=True):
-            for kept, value in zip(
-                self._totals[dtype], (total, flat[dtype]), strict=True
-            ):
-                kept.assign(value)
+        for (dtype, part), total in zip(flat.items(), totals, strict=True):
+            self._set(dtype, total, part)
 
     def commit(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         """Sum over the workers, at the end of a step: in its graph, or eagerly.
@@ -167,21 +164,20 @@ class MetricTotals:
 
     def keep(self, parts: dict[Any, Any], sums: Sequence[Any]) -> None:
         """Keep the sums of parts over the workers, in the step's graph."""
-        with tf.device(self._host):
-            self._keep(parts, sums)
+        # XLA can't change the shape of a variable.
+        with tf.device(self._host), _tf.outside_of_xla():
+            for (dtype, part), total in zip(parts.items(), sums, strict=True):
+                self._set(dtype, total, part)
 
     def _sum_parts(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         flat = _flat(metrics)
         sums = self._sum(list(flat.values()))
-        self._keep(flat, sums)
+        self.keep(flat, sums)
         return sums
 
-    def _keep(self, flat: dict[Any, Any], sums: Sequence[Any]) -> None:
-        # XLA can't change the shape of a variable.
-        with _tf.outside_of_xla():
-            for (dtype, part), total in zip(flat.items(), sums, strict=True):
-                for kept, value in zip(self._totals[dtype], (total, part), strict=True):
-                    kept.assign(value, read_value=False)
+    def _set(self, dtype: Any, total: Any, part: Any) -> None:
+        for kept, value in zip(self._totals[dtype], (total, part), strict=True):
+            kept.assign(value, read_value=False)
 
     def sums(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the sums over the workers of all parts, a vector by dtype; eagerly."""
@@ -209,8 +205,7 @@ class MetricTotals:
         for (dtype, some), total in zip(_by_dtype(metrics).items(), sums, strict=True):
             self._make(dtype)
             mine = total if chief else tf.zeros_like(total)
-            for kept, value in zip(self._totals[dtype], (total, mine), strict=True):
-                kept.assign(value)
+            self._set(dtype, total, mine)
             _assign(some, mine)
         self._begin(0)
 

@@ -11,6 +11,7 @@ Keras that compute with them are refused.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import time
@@ -32,7 +33,6 @@ from kerasdist.errors import ClusterError
 
 # Attributes of callbacks that aren't numbers of the training.
 _OWN = frozenset({"model", "params", "validation_data", "_model", "_params"})
-_NOT_PLAIN = object()
 
 
 def numbers_of(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
@@ -122,37 +122,37 @@ def _are_arrays(values: list[Any]) -> bool:
 
 def numbers_of_one(callback: Any) -> dict[str, Any]:
     """Return the attributes of a callback that JSON has."""
-    plain = {
-        name: _plain(value)
-        for name, value in vars(callback).items()
-        if name not in _OWN
-    }
-    return {name: value for name, value in plain.items() if value is not _NOT_PLAIN}
+    found = {}
+    for name, value in vars(callback).items():
+        if name not in _OWN:
+            with contextlib.suppress(TypeError):
+                found[name] = _plain(value)
+    return found
 
 
 def plain(value: Any) -> Any:
     """Return a value as JSON has it; None if it doesn't."""
-    found = _plain(value)
-    return None if found is _NOT_PLAIN else found
+    try:
+        return _plain(value)
+    except TypeError:
+        return None
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of a value as JSON has it, numpy's numbers as Python's."""
+    """Return a copy of a value as JSON has it, numpy's numbers as Python's.
+
+    Raises:
+        TypeError: JSON doesn't have it, or a part of it.
+    """
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        items = {key: _plain(each) for key, each in value.items()}
-        return _NOT_PLAIN if _has_other(items.values()) else items
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
-        parts = [_plain(each) for each in value]
-        return _NOT_PLAIN if _has_other(parts) else parts
-    return _NOT_PLAIN
-
-
-def _has_other(values: Any) -> bool:
-    return any(each is _NOT_PLAIN for each in values)
+        return [_plain(each) for each in value]
+    raise TypeError(f"JSON has no {type(value).__name__}.")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -173,9 +173,7 @@ _calls: weakref.WeakKeyDictionary[KerasHooks, FinishedCalls] = (
 
 def calls_of(hooks: KerasHooks, elastic: ElasticHooks) -> FinishedCalls:
     """Return the calls of the models of a strategy."""
-    if hooks not in _calls:
-        _calls[hooks] = FinishedCalls(elastic)
-    return _calls[hooks]
+    return _calls.setdefault(hooks, FinishedCalls(elastic))
 
 
 def fits_of(hooks: KerasHooks) -> int:

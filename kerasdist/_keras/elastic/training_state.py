@@ -128,18 +128,17 @@ class CheckpointFile:
         Raises:
             SnapshotError: It is damaged, or of another version.
         """
-        found = self._read(facts_only=True)
+        found = self.read(facts_only=True)
         return None if found is None else found[0]
 
-    def read(self) -> tuple[dict[str, Any], list[Array]] | None:
-        """Return the facts and the arrays; None without a file.
+    def read(
+        self, *, facts_only: bool = False
+    ) -> tuple[dict[str, Any], list[Array]] | None:
+        """Return the facts and the arrays, or none of these; None without a file.
 
         Raises:
             SnapshotError: It is damaged, or of another version.
         """
-        return self._read(facts_only=False)
-
-    def _read(self, *, facts_only: bool) -> tuple[dict[str, Any], list[Array]] | None:
         try:
             found = read_arrays(self.path, facts_only=facts_only)
             if fault := fault_of(found[0]):

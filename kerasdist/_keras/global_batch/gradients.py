@@ -38,9 +38,14 @@ RAW, PART, WHOLE = "raw", "part", "whole"
 
 
 class TapeGradients:
-    """The gradients that the tapes of one replica's step have returned so far."""
+    """The gradients that the tapes of one replica's step have returned so far.
 
-    def __init__(self) -> None:
+    Args:
+        direct: Whether gradients go from the tape to Keras's own `apply` unseen.
+    """
+
+    def __init__(self, *, direct: bool) -> None:
+        self.direct = direct
         self._graph = _graph()
         self._kinds: dict[Any, str] = {}
         # What isn't in this graph, but in that of a branch or loop, or in none, with
@@ -155,7 +160,7 @@ def gradient(
     mine = [gradients[i] for i in places]
     recording = _tf.is_recording()
     hooks = current.hooks
-    if hooks is None or not mine or (current.direct and not recording):
+    if hooks is None or not mine or (taken.direct and not recording):
         taken.add(gradients, PART)
         return found
     if hooks.workers.local_replicas > 1 and not taken.is_here:
@@ -194,30 +199,45 @@ def _is_shared(source: Any) -> bool:
 
 def _summed(gradients: list[Any], sources: list[Any], recording: bool) -> list[Any]:
     """Sum gradients over the replicas; another tape can differentiate the sums."""
-    facets, hooks, taken = current_facets(), current.hooks, current.taken
+    facets, taken = current_facets(), current.taken
     reduce = facets.hooks.gradients.reduce
 
     def summed(some: Sequence[Any]) -> list[Any]:
         return exchange(
-            *(facets, reduce, list(some), current.share),
+            *(facets, reduce, some, current.share),
             step=taken.begin(),
             owners=sources,
         )
 
     if not recording:
         return summed(gradients)
+    dense = [tf.convert_to_tensor(each) for each in gradients]
+    there = tf.cast(current.rows > 0, tf.float32)
+    return summed_differentiably(summed, dense, there)
+
+
+def summed_differentiably(
+    total: Callable[[Sequence[Any]], list[Any]], tensors: Sequence[Any], there: Any
+) -> list[Any]:
+    """Return the replicas' sums of tensors, which a tape can differentiate.
+
+    Args:
+        total: Sums a list of tensors over the replicas.
+        tensors: Those of this replica.
+        there: 1 if it has rows, else 0; a scalar.
+    """
+    hooks = current.hooks
 
     @tf.custom_gradient
-    def differentiable(*dense: Any) -> Any:
+    def summed(*mine: Any) -> Any:
         def backward(*upstream: Any) -> Any:
             # Each replica's gradients are in the sums of all.
-            there = tf.cast(current.rows > 0, tf.float32)
-            mine = [weighted(each, there) for each in upstream]
-            return hooks.gradients.sum_over_replicas(mine)  # type: ignore[union-attr]
+            parts = [weighted(each, there) for each in upstream]
+            return hooks.gradients.sum_over_replicas(parts)  # type: ignore[union-attr]
 
-        return summed(dense), backward
+        return total(list(mine)), backward
 
-    return list(differentiable(*[tf.convert_to_tensor(each) for each in gradients]))
+    return list(summed(*tensors))
 
 
 def weighted(gradient: Any, weight: Any) -> Any:
@@ -243,7 +263,7 @@ def are_unseen(trainer: Any) -> bool:
 def exchange(
     facets: StrategyExtensions,
     reduce: Callable[..., list[Any]],
-    gradients: list[Any],
+    gradients: Sequence[Any],
     *args: Any,
     **options: Any,
 ) -> list[Any]:

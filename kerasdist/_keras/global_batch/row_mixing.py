@@ -342,8 +342,6 @@ class _States:
             self._axis(each) if state == ROWS else None
             for each, state in zip(inputs, states, strict=True)
         ]
-        first = axes[0]
-        alone = set(states) <= {ONE, ROWS}
         if kind in _REDUCTIONS:
             return WHOLE if axis is None else ROWS
         if kind in _SUMS:
@@ -352,46 +350,48 @@ class _States:
             return WHOLE if kind in _PRODUCTS and states == [ROWS, ROWS] else MIXED
         if axis == _SEVERAL or _SEVERAL in axes:
             return MIXED
-        if kind in _ELEMENTWISE:
-            return (
-                ROWS if alone and self._aligned(tensor, axis, inputs, axes) else MIXED
-            )
+        return ROWS if self._is_by_row(tensor, axis, inputs, axes, states) else MIXED
+
+    def _is_by_row(
+        self,
+        tensor: Any,
+        axis: int,
+        inputs: list[Any],
+        axes: list[Any],
+        states: list[str],
+    ) -> bool:
+        """Return whether each row of a result is made of one row of the inputs."""
+        kind, first = tensor.op.type, axes[0]
         if kind == "Reshape":
-            return ROWS if first == axis == 0 else MIXED
+            return first == axis == 0
         if kind == "Tile":
-            return ROWS if self._rows(tensor, axis) == 5 else MIXED
+            return self._rows(tensor, axis) == 5
         if kind in _SHAPING:
-            return ROWS if self._rows(tensor, axis) % 5 == 0 else MIXED
-        if not alone:
-            return MIXED
+            return self._rows(tensor, axis) % 5 == 0
+        if not set(states) <= {ONE, ROWS}:
+            return False
+        if kind in _ELEMENTWISE:
+            return self._aligned(tensor, axis, inputs, axes)
         if kind in ("IdentityN", "Transpose", "Unpack"):
-            return ROWS
+            return True
         if kind in _ALONG_LAST:
-            return ROWS if first == 0 and inputs[0].shape.rank == 2 else MIXED
+            return first == 0 and inputs[0].shape.rank == 2
         if kind in _ALONG_AXIS:
-            return ROWS if self._is_along_other(inputs, first) else MIXED
+            return self._is_along_other(inputs, first)
         if kind in ("ConcatV2", "Pack", "OneHot"):
-            return (
-                ROWS
-                if self._rows(tensor, axis) == self._rows_of(inputs, axes)
-                else MIXED
-            )
+            return self._rows(tensor, axis) == self._rows_of(inputs, axes)
         if kind in _PRODUCTS:
-            return (
-                ROWS
-                if states.count(ROWS) == 1 or self._is_batch(tensor, axes)
-                else MIXED
-            )
+            # Or many products, of which both factors have the rows first.
+            many = axes == [0, 0] and (tensor.shape.rank or 0) > 2
+            return many or states.count(ROWS) == 1
         if kind == "Einsum":
-            return ROWS if _keeps_rows(tensor, axis, axes) else MIXED
+            return _keeps_rows(tensor, axis, axes)
         if kind == "GatherV2":
-            by_row = states[0] == ONE
-            return ROWS if by_row or self._is_along_other(inputs[::2], first) else MIXED
+            return states[0] == ONE or self._is_along_other(inputs[::2], first)
         if kind in ("Slice", "StridedSlice"):
             same = self._rows(tensor, axis) == self._rows(inputs[0], first)
-            ahead = kind == "Slice" or bool(np.all(constant(inputs[3]) == 1))
-            return ROWS if same and ahead else MIXED
-        return MIXED
+            return same and (kind == "Slice" or bool(np.all(constant(inputs[3]) == 1)))
+        return False
 
     def _inside(self, result: Any, given: list[tuple[Any, Any]]) -> str:
         inner = _States([])
@@ -449,10 +449,6 @@ class _States:
             return False
         rank = inputs[0].shape.rank or 1
         return all(int(each) % rank != axis for each in known.reshape(-1))
-
-    def _is_batch(self, tensor: Any, axes: list[Any]) -> bool:
-        """Return whether both factors have the rows as the first of many products."""
-        return axes == [0, 0] and (tensor.shape.rank or 0) > 2
 
 
 _SEVERAL = -1

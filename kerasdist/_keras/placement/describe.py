@@ -32,6 +32,7 @@ from keras.src.backend.common import global_state
 
 from kerasdist import _tf
 from kerasdist._keras.placement.graph_costs import Traced, UnitCost, measure
+from kerasdist._keras.placement.layers import own_variables
 from kerasdist.placement.partition import LayerCost, ModelCost
 
 
@@ -329,7 +330,7 @@ class _Units:
         seen: set[int] = set()
         top = self._model.path or self._model.name
         for layer, path in _walk(self._model, top, set()):
-            variables = layer.variables if _goes_whole(layer) else _own_variables(layer)
+            variables = layer.variables if _goes_whole(layer) else own_variables(layer)
             own = [v for v in variables if id(v) not in seen]
             seen.update(map(id, own))
             if own or id(layer) in self._numbers:
@@ -364,12 +365,6 @@ def _prefix(layer: Any, path: str) -> str:
         if child.path and child.path.endswith(child.name):
             return str(child.path.removesuffix(child.name))
     return "" if hasattr(layer, "_inputs_struct") else f"{path}/"
-
-
-def _own_variables(layer: Any) -> list[Any]:
-    """Return the variables of a layer itself, without those of the layers in it."""
-    seeds = [generator.state for generator in layer._seed_generators]
-    return [*layer._trainable_variables, *layer._non_trainable_variables, *seeds]
 
 
 # The optimizer slots of trained weights, found by building the optimizer.

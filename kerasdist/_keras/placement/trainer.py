@@ -14,7 +14,6 @@ import tensorflow as tf
 from keras.src import backend, tree
 
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
-from kerasdist._keras.protocols import hooks_of
 from kerasdist._keras.unscoped_models import can_be_called
 from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import facets_of
@@ -25,22 +24,19 @@ from kerasdist._tf.variables import facets_of
 _ROWS = 32
 
 
-def plan_placement(
-    original: Original, trainer: Any, iterator: Any = None, data_batch: Any = None
-) -> Any:
-    """Replace `_maybe_symbolic_build`: plan `placement='auto'` before a first step.
+def plan_for_data(trainer: Any, placer: Any, iterator: Any, data_batch: Any) -> None:
+    """Plan `placement='auto'` before a model and its optimizer are built for data.
 
-    It builds the optimizer, and the variables must be on their devices by then.
+    The variables must be on their devices by then.
     """
-    placer = placer_of(trainer.distribute_strategy)
-    if placer is not None and placer.needs_plan:
-        example = data_batch
-        if iterator is not None:
-            example = iterator.data_adapter.get_tf_dataset().element_spec
-        ensure_planned(trainer, placer, example)
-        with trainer.distribute_strategy.scope():
-            prepare(trainer, placer)
-    return original(trainer, iterator=iterator, data_batch=data_batch)
+    if not placer.needs_plan:
+        return
+    example = data_batch
+    if iterator is not None:
+        example = iterator.data_adapter.get_tf_dataset().element_spec
+    ensure_planned(trainer, placer, example)
+    with trainer.distribute_strategy.scope():
+        prepare(trainer, placer)
 
 
 def ensure_planned(trainer: Any, placer: Any, example: Any = None) -> None:
@@ -152,7 +148,7 @@ def make_function(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
                 function = _count(trainer, function)
             recorded = _Recorded(placer, trainer, kind, function)
             setattr(trainer, f"{kind}_function", recorded)
-    return getattr(trainer, f"{_KINDS[original.__name__]}_function")
+    return getattr(trainer, original.__name__.removeprefix("make_"))
 
 
 def init_epoch_iterator(
@@ -166,13 +162,6 @@ def init_epoch_iterator(
         _next.example = None
         if placer.needs_plan:
             _next.example = iterator.data_adapter.get_tf_dataset().element_spec
-
-
-_KINDS = {
-    "make_train_function": "train",
-    "make_test_function": "test",
-    "make_predict_function": "predict",
-}
 
 
 class _Next(threading.local):
@@ -276,19 +265,6 @@ def failure_behind(trainer: Any, error: Exception) -> Exception | None:
     if not isinstance(error, tf.errors.OpError):
         return None
     return facets_of(trainer.distribute_strategy).failure(error)
-
-
-def keep_gradients_unscaled(
-    original: Original, optimizer: Any, grads_and_vars: Any
-) -> Any:
-    """Replace `_all_reduce_sum_gradients`: there's nothing to reduce.
-
-    TensorFlow would pass all gradients through one operation, on one device.
-    """
-    strategy = tf.distribute.get_strategy()
-    if placer_of(strategy) is None or hooks_of(strategy) is not None:
-        return original(optimizer, grads_and_vars)
-    return grads_and_vars
 
 
 def reset_accumulators(original: Original, optimizer: Any) -> None:

@@ -141,35 +141,13 @@ class ChiefProgressBar(progbar_logger.ProgbarLogger):
         self._unseen = None if self.verbose else epoch
         super().on_epoch_begin(epoch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback.on_train_batch_end`."""
+    def _update_progbar(self, batch: int, logs: Any = None) -> None:
         self._appear()
-        super().on_train_batch_end(batch, logs)
+        super()._update_progbar(batch, logs)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback.on_epoch_end`."""
+    def _finalize_progbar(self, logs: Any) -> None:
         self._appear()
-        super().on_epoch_end(epoch, logs)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback.on_test_batch_end`."""
-        self._appear()
-        super().on_test_batch_end(batch, logs)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback.on_test_end`."""
-        self._appear()
-        super().on_test_end(logs)
-
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback.on_predict_batch_end`."""
-        self._appear()
-        super().on_predict_batch_end(batch, logs)
-
-    def on_predict_end(self, logs: Any = None) -> None:
-        """See `keras.callbacks.Callback.on_predict_end`."""
-        self._appear()
-        super().on_predict_end(logs)
+        super()._finalize_progbar(logs)
 
     def _appear(self) -> None:
         """Show a bar that was begun before this worker became the chief."""
@@ -239,10 +217,7 @@ def finish_epoch(original: Original, trainer: Any, logs: Any) -> Any:
         found = original(trainer, logs)
         return found, numbers_of(found)
 
-    if step is None:
-        found, result = read()
-    else:
-        found, result = step.read_metrics(read)
+    found, result = read() if step is None else step.read_metrics(read)
     if hooks.workers.replicas == 1:
         return result
     if hooks.local is not None and current.fitting and not current.evaluating:
@@ -270,15 +245,13 @@ def begin_training(original: Original, trainer: Any, *args: Any, **kwargs: Any) 
     """Replace `make_train_function`: warn of a model created outside of the scope."""
     hooks = hooks_of(trainer.distribute_strategy)
     warn_if_outside(trainer)
-    if hooks is not None:
-        with setting(training=True), hooks.workers.local_step():
-            made = original(trainer, *args, **kwargs)
-        step = _continuable_step_of(trainer)
-        if step is not None:
-            step.begin()
-        return made
-    with setting(training=True):
-        return original(trainer, *args, **kwargs)
+    alone = contextlib.nullcontext() if hooks is None else hooks.workers.local_step()
+    with setting(training=True), alone:
+        made = original(trainer, *args, **kwargs)
+    step = None if hooks is None else _continuable_step_of(trainer)
+    if step is not None:
+        step.begin()
+    return made
 
 
 def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
@@ -301,7 +274,9 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
         if elastic.joining:
             finished = calls.find("fit", hooks)
             if finished is not None:
-                return _leave_out(trainer, callbacks, finished)
+                adopt(callbacks, finished)
+                leave_out_epochs(trainer)
+                return _last_logs(trainer)
             step = _continuable_step_of(trainer)
             join(trainer, hooks, elastic, callbacks, step)
             calls.begin_fit()
@@ -343,13 +318,6 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
     return None
 
 
-def _leave_out(trainer: Any, callbacks: Sequence[Any], finished: Any) -> Any:
-    """Take over what callbacks had at the end of a `fit`; return its last logs."""
-    adopt(callbacks, finished)
-    leave_out_epochs(trainer)
-    return _last_logs(trainer)
-
-
 def _last_logs(trainer: Any) -> dict[str, Any]:
     """Return the logs at the end of a `fit` that trains nothing here."""
     return {
@@ -374,6 +342,7 @@ def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
             return original(*bound.args, **bound.kwargs)
     _hide_progress_bar(hooks, arguments)
     facts: dict[str, Any] = {
+        "data_pending": hooks.dynamic is not None,
         "fitting": 1 if arguments.get("verbose", "auto") == 0 else 2,
         "joined": False,
         "resumed": None,
@@ -383,7 +352,6 @@ def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         "epochs": arguments.get("epochs", 1),
         "iterator": None,
     }
-    facts["data_pending"] = hooks.dynamic is not None
     is_outermost = not current.fitting
     if hooks.elastic is not None:
         if is_outermost:
@@ -469,10 +437,9 @@ def on_chief_only(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
     def retrace() -> None:
         trainer.test_function = trainer.predict_function = None
 
-    facts = {"data_pending": False, "evaluating": True}
     with (
         ending_threads_after_error(),
-        setting(**facts),
+        setting(data_pending=False, evaluating=True),
         closing_readers(),
         translating(hooks),
     ):

@@ -105,12 +105,7 @@ def numbers_of(logs: Any) -> Any:
 
     Keras would read variables later, and some workers only.
     """
-
-    def number(value: Any) -> Any:
-        is_variable = isinstance(value, (keras.Variable, tf.Variable))
-        return tf.convert_to_tensor(value) if is_variable else value
-
-    return _map(number, logs)
+    return _map(tf.convert_to_tensor, logs, only_variables=True)
 
 
 def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
@@ -125,7 +120,8 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
     Returns:
         The logs, the same on all workers.
     """
-    logs = _map(_own_number, logs)
+    # This worker's numbers of variables: another one may have no logs.
+    logs = _map(_mean_of_replicas, logs, only_variables=True)
     function = trainer.test_function if current.evaluating else trainer.train_function
     last: LastLogs | None = LAST_LOGS.get(inspect.unwrap(function))
     rows, complete, kept = (0.0, False, {}) if last is None else last.values()
@@ -156,12 +152,6 @@ def whole_logs(trainer: Any, hooks: KerasHooks, logs: Any) -> dict[str, Any]:
     return _put_together(trainer, hooks, logs, every, last)
 
 
-def _own_number(value: Any) -> Any:
-    """Return this worker's number of a variable: another one may have no logs."""
-    is_variable = isinstance(value, (keras.Variable, tf.Variable))
-    return _mean_of_replicas(value) if is_variable else value
-
-
 def _put_together(
     trainer: Any, hooks: KerasHooks, logs: Any, every: list[Any], last: LastLogs | None
 ) -> dict[str, Any]:
@@ -174,7 +164,7 @@ def _put_together(
     results: dict[_Path, Any] = {}
     if found:
         results = _results(trainer, local=False)
-    whole = _copy(logs)
+    whole = logs if isinstance(logs, dict) else {}
     guessed = []
     for path, entries in found.items():
         metric = _metric_of(path, entries, results)
@@ -263,9 +253,17 @@ def _mean_of_replicas(value: Any) -> Any:
     return np.mean([np.asarray(part) for part in parts], axis=0)
 
 
-def _map(function: Callable[[Any], Any], logs: Any) -> Any:
+def _map(
+    function: Callable[[Any], Any], logs: Any, *, only_variables: bool = False
+) -> Any:
+    """Return a copy of logs, with the results of a function for what is in them."""
     if isinstance(logs, Mapping):
-        return {name: _map(function, value) for name, value in logs.items()}
+        return {
+            name: _map(function, value, only_variables=only_variables)
+            for name, value in logs.items()
+        }
+    if only_variables and not isinstance(logs, (keras.Variable, tf.Variable)):
+        return logs
     return function(logs)
 
 
@@ -294,10 +292,6 @@ def _same(one: Any, other: Any) -> bool:
     return one.shape == other.shape and bool(
         np.allclose(one, other, rtol=1e-5, atol=1e-7, equal_nan=True)
     )
-
-
-def _copy(logs: Any) -> dict[str, Any]:
-    return _map(lambda value: value, logs) if isinstance(logs, Mapping) else {}
 
 
 def _put(logs: dict[str, Any], path: _Path, value: Any) -> None:

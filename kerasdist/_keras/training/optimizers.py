@@ -27,7 +27,13 @@ from keras.src.optimizers.schedules import learning_rate_schedule
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
-from kerasdist._keras.global_batch.gradients import RAW, WHOLE, exchange, weighted
+from kerasdist._keras.global_batch.gradients import (
+    RAW,
+    WHOLE,
+    exchange,
+    summed_differentiably,
+    weighted,
+)
 from kerasdist._keras.learning_rate import (
     leaves,
     optimizers_of,
@@ -84,38 +90,21 @@ def synchronized_moments(original: Original, x: Any, axes: Any, keepdims: bool) 
     if hooks is None or hooks.workers.replicas == 1:
         return original(x, axes, keepdims)
     there = tf.cast(current.rows > 0, x.dtype)
-    sums = _sum(
-        tf.stack(
-            [
-                tf.reduce_sum(x, axis=axes, keepdims=True),
-                tf.reduce_sum(tf.square(x), axis=axes, keepdims=True),
-                tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True),
-            ]
-        )
-        * there,
-        there,
+    mine = tf.stack(
+        [
+            tf.reduce_sum(x, axis=axes, keepdims=True),
+            tf.reduce_sum(tf.square(x), axis=axes, keepdims=True),
+            tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True),
+        ]
     )
+    total = hooks.gradients.sum_over_replicas
+    (sums,) = summed_differentiably(total, [mine * there], there)
     mean = tf.math.divide_no_nan(sums[0], sums[2])
     square = tf.math.divide_no_nan(sums[1], sums[2])
     variance = tf.maximum(square - tf.square(mean), 0.0)
     if not keepdims:
         mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
     return mean, variance
-
-
-def _sum(tensor: Any, there: Any) -> Any:
-    """Sum over the replicas, whose gradients are parts of the global batch's."""
-    hooks = current.hooks
-
-    @tf.custom_gradient
-    def summed(x: Any) -> Any:
-        def backward(dy: Any) -> Any:
-            mine = _tf.weighted(dy, there)
-            return hooks.gradients.sum_over_replicas([mine])[0]  # type: ignore[union-attr]
-
-        return hooks.gradients.sum_over_replicas([x])[0], backward  # type: ignore[union-attr]
-
-    return summed(tensor)
 
 
 # Adoption by the strategy of variables that were created outside of its scope.
@@ -406,8 +395,16 @@ def clip_gradients(original: Original, optimizer: Any, grads: Sequence[Any]) -> 
 
 
 def skip_all_reduce(original: Original, optimizer: Any, grads_and_vars: Any) -> Any:
-    """Replace `TFOptimizer._all_reduce_sum_gradients`: do nothing after `apply`."""
-    return grads_and_vars if current.reduced else original(optimizer, grads_and_vars)
+    """Replace `TFOptimizer._all_reduce_sum_gradients`: do nothing after `apply`.
+
+    Neither in a job of one worker with a placement: TensorFlow would pass all gradients
+    through one operation, on one device.
+    """
+    facets = current_facets()
+    nothing = facets.placer is not None and facets.hooks is None
+    if current.reduced or nothing:
+        return grads_and_vars
+    return original(optimizer, grads_and_vars)
 
 
 def own_accumulators(optimizer: Any) -> list[Any]:
@@ -451,16 +448,11 @@ def learning_rate(original: Original, optimizer: Any) -> Any:
 
     The factor of `ScaleLearningRate` is applied, too: see `learning_rate`.
     """
-    return scaled(optimizer, _unscaled(original, optimizer))
-
-
-def _unscaled(original: Original, optimizer: Any) -> Any:
-    schedule = optimizer._learning_rate
+    schedule, steps = optimizer._learning_rate, None
     if isinstance(schedule, learning_rate_schedule.LearningRateSchedule):
         steps = shared_steps(optimizer)
-        if steps is not None:
-            return schedule(steps)
-    return original(optimizer)
+    rate = original(optimizer) if steps is None else schedule(steps)
+    return scaled(optimizer, rate)
 
 
 def _variables_of(optimizer: Any) -> list[Any]:

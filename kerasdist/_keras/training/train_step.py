@@ -25,6 +25,7 @@ from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.placement.layers import placer_of
+from kerasdist._keras.placement.trainer import plan_for_data
 from kerasdist._keras.preemption import StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
@@ -152,38 +153,32 @@ def make_function(
 
     def counted(data: Any) -> Any:
         data, rows, total = hooks.data.split(data)
-        if local is None:
-            return own_step(data, rows, total, divided=hooks.workers.replicas > 1)
         divided = hooks.workers.replicas > 1
+        if local is None:
+            return own_step(data, rows, total, divided=divided)
         with local.step(rows):
             return own_step(data, rows, None, divided=divided)
 
     def own_step(data: Any, rows: Any, total: Any, *, divided: bool) -> Any:
         updates = None if elastic is None else elastic.late_updates()
-        late = None if updates is None else updates.add
-        taking: dict[str, Any] = {}
-        if hooks.workers.replicas > 1:
-            taking = {
-                "taken": TapeGradients(),
-                "direct": are_unseen(trainer),
-                "state": StepState(trainer, hooks, rows, training=training),
-            }
-        if not divided or (tf.get_static_value(rows) or 0) > 0:
-            with current.of(hooks, rows, total), setting(late=late, **taking):
-                logs = step_function(data)
-                if last is not None and hooks.workers.replicas > 1:
-                    last.keep(logs, rows)
-            if updates is not None:
-                updates.finish()
-            return logs
+        facts: dict[str, Any] = {"late": None if updates is None else updates.add}
+        several = hooks.workers.replicas > 1
+        if several:
+            facts["taken"] = TapeGradients(direct=are_unseen(trainer))
+            facts["state"] = StepState(trainer, hooks, rows, training=training)
         # A replica without rows runs the step on another's row. Its gradients count for
         # nothing, and the variables that it changed are restored.
-        metrics = [variable.value for variable in trainer.metrics_variables]
-        variables = [*metrics, *statistics_of(trainer)]
+        may_be_empty = divided and (tf.get_static_value(rows) or 0) <= 0
+        variables = []
+        if may_be_empty:
+            metrics = [variable.value for variable in trainer.metrics_variables]
+            variables = [*metrics, *statistics_of(trainer)]
         before = [variable.read_value() for variable in variables]
-        with current.of(hooks, rows, total), setting(late=late, **taking):
-            logs = step_function(hooks.data.fill_if_empty(data))
-            if last is not None:
+        with current.of(hooks, rows, total), setting(**facts):
+            logs = step_function(
+                hooks.data.fill_if_empty(data) if may_be_empty else data
+            )
+            if last is not None and (several or may_be_empty):
                 last.keep(logs, rows)
 
         def put_back() -> Any:
@@ -191,7 +186,8 @@ def make_function(
                 variable.assign(value)
             return tf.constant(0)
 
-        tf.cond(rows > 0, lambda: tf.constant(0), put_back)
+        if may_be_empty:
+            tf.cond(rows > 0, lambda: tf.constant(0), put_back)
         if updates is not None:
             updates.finish()
         return logs
@@ -221,35 +217,15 @@ def make_function(
     inside = (
         hooks.workers.local_step if current.training else hooks.workers.collective_scope
     )
-    if hooks.elastic is not None and hooks.elastic.is_fixed and current.training:
-        instrumented = InstrumentedStep(trainer, make, timer)
 
-        def take(iterator: Any) -> Any:
-            with translating(hooks), inside():
-                return instrumented(iterator)
+    def instrumented() -> Callable[[Any], Any]:
+        return InstrumentedStep(trainer, make, timer)
 
-        alone = StepAlone(trainer, hooks, take)
-        if last is not None:
-            LAST_LOGS.set(alone, last)
-        return alone
-    if hooks.elastic is not None and current.training:
-        elastic = ElasticStep(
-            trainer,
-            hooks,
-            hooks.elastic,
-            make_step,
-            lambda make: InstrumentedStep(trainer, make, timer, single=True),
-        )
-        if last is not None:
-            LAST_LOGS.set(elastic, last)
-        return elastic
-    calls: Callable[[Any], Any] = InstrumentedStep(trainer, make, timer)
+    calls = instrumented()
     if hooks.tune is not None and training:
         calls = hooks.tune(trainer, calls)
-    if hooks.elastic is not None:
-        calls = test_function(
-            trainer, hooks, lambda: InstrumentedStep(trainer, make, timer)
-        )
+    if hooks.elastic is not None and not training:
+        calls = test_function(trainer, hooks, instrumented)
 
     def call(iterator: Any) -> Any:
         with translating(hooks), inside():
@@ -260,9 +236,21 @@ def make_function(
             local.end_steps(trainer)
             return logs
 
+    made: Callable[[Any], Any] = call
+    if hooks.elastic is not None and training:
+        if hooks.elastic.is_fixed:
+            made = StepAlone(trainer, hooks, call)
+        else:
+            made = elastic = ElasticStep(
+                trainer,
+                hooks,
+                hooks.elastic,
+                make_step,
+                lambda make: InstrumentedStep(trainer, make, timer, single=True),
+            )
     if last is not None:
-        LAST_LOGS.set(call, last)
-    return call
+        LAST_LOGS.set(made, last)
+    return made
 
 
 def receive_batch(
@@ -345,8 +333,10 @@ def symbolic_build(
     alone, and doesn't exist for strings or for unequal parts.
     """
     strategy = trainer.distribute_strategy
-    hooks = hooks_of(strategy)
-    if hooks is None and placer_of(strategy) is None:
+    hooks, placer = hooks_of(strategy), placer_of(strategy)
+    if placer is not None:
+        plan_for_data(trainer, placer, iterator, data_batch)
+    elif hooks is None:
         return original(trainer, iterator, data_batch)
     own = has_own_step(trainer)
     made = trainer.test_function if current.evaluating else trainer.train_function
