@@ -5,7 +5,7 @@ both sides. Keras variables that are held by servers are in `strategies.asynchro
 """
 
 from kerasdist.parameter_server.client.client import ServerClient
-from kerasdist.parameter_server.client.connect_servers import connect_servers, enter
+from kerasdist.parameter_server.client.connect_servers import connect_servers
 from kerasdist.parameter_server.client.remote_table import (
     Change,
     Pulled,
@@ -30,5 +30,4 @@ __all__ = [
     "ServerSettings",
     "Variable",
     "connect_servers",
-    "enter",
 ]

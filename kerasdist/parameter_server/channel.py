@@ -23,6 +23,7 @@ import math
 import os
 import socket
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -171,6 +172,26 @@ _ZEROS = bytes(64)
 _MOST_BUFFERS = 512
 
 
+class Traffic:
+    """The bytes of all messages of some channels. Safe for threads.
+
+    Attributes:
+        bytes_sent: Bytes of all messages sent, those in shared memory too.
+        bytes_received: Bytes of all messages received.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._lock = threading.Lock()
+
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        """Add the bytes of a message."""
+        with self._lock:
+            self.bytes_sent += sent
+            self.bytes_received += received
+
+
 class Channel:
     """One side of a connection between a worker and a server.
 
@@ -178,18 +199,23 @@ class Channel:
         connection: The connection; owned from now on.
         shared: Whether bodies are passed in shared memory: only for Unix sockets. A
             message in either form is accepted in any case.
+        traffic: Counts the messages; by default those of this channel alone.
 
     Attributes:
         kind: "tcp" or "shared_memory".
-        bytes_sent: Bytes of all messages sent, those in shared memory too.
-        bytes_received: Bytes of all messages received.
+        traffic: As given.
         answered: When the last message received began to arrive, see
             `transport.tracing`.
     """
 
-    def __init__(self, connection: Connection, *, shared: bool = False) -> None:
-        self.bytes_sent = 0
-        self.bytes_received = 0
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        shared: bool = False,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.traffic = traffic or Traffic()
         self.answered = 0
         sock = connection.sock
         self._auth = connection.auth
@@ -261,7 +287,8 @@ class Channel:
             self._drop_fresh()
             raise self._broken(error) from error
         self._placed = []
-        self.bytes_sent += HEADER_BYTES + len(prefix) + len(text) + TAG_BYTES + size
+        length = len(prefix) + len(text) + TAG_BYTES + size
+        self.traffic.count(sent=HEADER_BYTES + length)
 
     def receive(self, deadline: Deadline, bound: int) -> Message:
         """Wait for a message.
@@ -324,7 +351,7 @@ class Channel:
         begun = rest[end + TAG_BYTES :]
         inline = length - end - TAG_BYTES
         body = self._body(meta, specs, size, begun, inline, deadline)
-        self.bytes_received += HEADER_BYTES + least + text_bytes + size
+        self.traffic.count(received=HEADER_BYTES + least + text_bytes + size)
         return Message(frame, call, meta, body_views(body, specs))
 
     def _body(

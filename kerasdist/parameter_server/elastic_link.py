@@ -14,7 +14,6 @@ import functools
 import os
 import queue
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -24,6 +23,7 @@ from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.elastic.connect import job_number
 from kerasdist.collectives.elastic.groups import CannotConnect, Connected
+from kerasdist.parameter_server.channel import Traffic
 from kerasdist.parameter_server.client.client import ServerClient
 from kerasdist.parameter_server.client.connect_servers import (
     connect_servers,
@@ -394,22 +394,15 @@ class ServerGroup:
     Args:
         client: This worker's connection to the servers.
         servers: The names of the servers.
-        closed: Called once when the connection is closed.
     """
 
-    def __init__(
-        self,
-        client: ServerClient,
-        servers: tuple[str, ...],
-        closed: Callable[[ServerGroup], None],
-    ) -> None:
+    def __init__(self, client: ServerClient, servers: tuple[str, ...]) -> None:
         self.client = client
         self.servers = servers
         self.communicator: Communicator = client.communicator
         self.transport = client.connections.transports[0]
         self.replicas = client.replicas
         self.announcements = client.announcements
-        self._closed: Callable[[ServerGroup], None] | None = closed
 
     @property
     def failure(self) -> errors.CollectiveError | None:
@@ -431,9 +424,6 @@ class ServerGroup:
         """
         self.abandon()
         self.client.close(error)
-        closed, self._closed = self._closed, None
-        if closed is not None:
-            closed(self)
 
 
 class ServerLink:
@@ -454,6 +444,7 @@ class ServerLink:
         secret: The job's secret.
         agreed: The settings that servers compare, see `agreed`.
         job: See `EpochRequest`.
+        traffic: Counts the messages with all servers, in all epochs.
 
     Raises:
         ClusterError: There is no secret where one is needed, or no server.
@@ -480,25 +471,7 @@ class ServerLink:
         self._stay = stay
         self.job = 0
         self._is_first = cluster.servers not in _stays
-        self._lock = threading.Lock()
-        self._groups: set[ServerGroup] = set()
-        self._sent = self._received = 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of all requests to all servers, in all epochs."""
-        with self._lock:
-            return self._sent + sum(
-                group.client.connections.bytes_sent for group in self._groups
-            )
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of all replies of all servers, in all epochs."""
-        with self._lock:
-            return self._received + sum(
-                group.client.connections.bytes_received for group in self._groups
-            )
+        self.traffic = Traffic()
 
     def connect(
         self,
@@ -545,6 +518,7 @@ class ServerLink:
                 session=layout.session,
                 once=True,
                 stop=stop,
+                traffic=self.traffic,
             )
         except errors.StartupError as error:
             for rank, reason in sorted(error.missing.items()):
@@ -553,16 +527,7 @@ class ServerLink:
                     raise lost from error
             raise
         self._is_first = False
-        group = ServerGroup(client, names(layout.servers, self.servers), self._forget)
-        with self._lock:
-            self._groups.add(group)
-        return group
-
-    def _forget(self, group: ServerGroup) -> None:
-        with self._lock:
-            self._groups.discard(group)
-            self._sent += group.client.connections.bytes_sent
-            self._received += group.client.connections.bytes_received
+        return ServerGroup(client, names(layout.servers, self.servers))
 
     def leave(self, group: Connected, error: BaseException | None) -> None:
         """See `Link.leave`."""

@@ -22,6 +22,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.groups import elastic_timeouts
 from kerasdist.errors import ServerLost, WorkerLost
+from kerasdist.parameter_server.channel import Traffic
 from kerasdist.parameter_server.elastic_link import (
     PURPOSE,
     EpochAnswer,
@@ -149,6 +150,7 @@ class ElasticServer(ServerTask):
         # Those that are replaced by a later one, until their threads have ended.
         self._replaced: list[_Epoch] = []
         self._totals: collections.Counter[str] = collections.Counter()
+        self._traffic = Traffic()
         # Questions about a job's next epoch.
         self._questions: list[tuple[EpochRequest, Connection]] = []
         # Processes that have closed a strategy, and may create another one.
@@ -178,8 +180,11 @@ class ElasticServer(ServerTask):
             self._serve()
         finally:
             self.close()
-        names = ("epochs", "requests", "bytes_received", "bytes_sent")
-        return {name: self._totals[name] for name in names}
+        return {
+            **{name: self._totals[name] for name in ("epochs", "requests")},
+            "bytes_received": self._traffic.bytes_received,
+            "bytes_sent": self._traffic.bytes_sent,
+        }
 
     def _serve(self) -> None:
         patience = Deadline(self._timeouts.startup)
@@ -329,6 +334,7 @@ class ElasticServer(ServerTask):
             timeouts=dataclasses.replace(self._timeouts, startup=startup),
             session=layout.session,
             once=True,
+            traffic=self._traffic,
         )
         server.handler.logs = False
         on_split = self._on_split
@@ -395,7 +401,7 @@ class _Epoch:
         except Exception as error:
             self.error = error
         requests = int(self._server.handler.stats()["requests"])
-        self._count({"epochs": 1, "requests": requests, **self._server.traffic()})
+        self._count({"epochs": 1, "requests": requests})
 
     @property
     def over(self) -> bool:

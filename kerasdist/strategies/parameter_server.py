@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.collectives.elastic.connect import JobAlone, connect_elastic
@@ -256,13 +256,13 @@ class ParameterServerStrategy(DataParallelStrategy):
                 link=link,
                 **vars(bounds),
             )
-            self._traffic: _Traffic = link
+            self._traffic = link.traffic
             extended = ElasticExtended
         else:
             shared = SharedClient.get(place, settings, timeouts, transport, len(names))
             job, self._events = shared.client, shared.events
             leave = shared.leaving()
-            self._traffic = shared.client.connections
+            self._traffic = shared.client.traffic
             if alone is not None:
                 job, leave = JobAlone(shared.client, alone.grace), None
                 extended = ExtendedAlone
@@ -350,18 +350,6 @@ class ParameterServerStrategy(DataParallelStrategy):
 
 class _Served(SystemExit):
     """Ends a server's process in the constructor, when the job is over."""
-
-
-class _Traffic(Protocol):
-    """Counts the bytes between a worker and its servers."""
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of all requests."""
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of all replies."""
 
 
 # The events of other workers, recorded and logged.

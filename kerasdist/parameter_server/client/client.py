@@ -26,7 +26,7 @@ from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
 from kerasdist.collectives.row_exchange import Array, check_dtype, equal_part
-from kerasdist.parameter_server.channel import Channel, Message
+from kerasdist.parameter_server.channel import Channel, Message, Traffic
 from kerasdist.parameter_server.client.remote_table import RemoteTable
 from kerasdist.parameter_server.client.server_job import Build, ServerJob
 from kerasdist.parameter_server.layout import Layout, ServerSettings, Variable
@@ -35,11 +35,13 @@ from kerasdist.parameter_server.membership import (
     Goodbye,
     ServerRoster,
     Successor,
-    WorkerProgress,
 )
+from kerasdist.parameter_server.server.collectives import Entry
 from kerasdist.parameter_server.server.handler import (
     REMEMBERED,
     Claim,
+    Enter,
+    Entered,
     First,
     Load,
     Meet,
@@ -49,7 +51,7 @@ from kerasdist.parameter_server.server.handler import (
     request_of,
 )
 from kerasdist.transport.base import Collective
-from kerasdist.transport.deadline import Timeouts
+from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import (
     Call,
     FrameType,
@@ -78,8 +80,7 @@ class ServerClient(ServerJob):
         replicas: Each worker's number of replicas, by rank.
         joined: Whether the job had begun without this worker: its tables then hold
             the weights that the others have trained.
-        joining: Whether the others don't wait for it yet, see
-            `kerasdist.parameter_server.server.collectives`.
+        joining: See `ServerJob`.
         seed: Random; the same on all workers, also on one that joins later.
         connections: The connections to the servers.
         communicator: Collectives between all live workers, through the servers.
@@ -100,14 +101,13 @@ class ServerClient(ServerJob):
         timeouts: Timeouts,
         on_event: Callable[[Event], None] | None = None,
         on_failure: Callable[[errors.CollectiveError], None] | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
-        super().__init__(cluster, settings, timeouts, on_failure)
-        # By dataset: the epoch, and this worker's last claims in it.
-        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
+        super().__init__(cluster, settings, timeouts, on_failure, traffic)
         # Number of variables that steps have created.
         self._created = 0
         self.replicas: tuple[int, ...] = (1,)
-        self.joined = self.joining = False
+        self.joined = False
         self.seed = 0
         self.events: list[Event] = []
         self.tables: list[RemoteTable] = []
@@ -184,21 +184,46 @@ class ServerClient(ServerJob):
             self.tables.append(table)
         return table
 
-    def entered(self, met: int, ranks: tuple[int, ...]) -> None:
-        """Note that the others wait for this worker; see `server.collectives`."""
-        self.joining = False
-        self._met = met
-        self.communicator.enter(met, ranks)
+    def enter(self, fit: int) -> Entry:
+        """Wait until the others are between two epochs, and join their job.
 
-    def progress(self) -> WorkerProgress:
-        """Return this worker's progress, for a restarted server."""
-        return WorkerProgress(
-            met=self._met,
-            clocks=dict(self.clocks),
-            # Not the dictionary itself: another thread may claim from another server.
-            claims=dict(self._claims),
-            joining=self.joining,
-        )
+        The protocol is in `kerasdist.parameter_server.server.collectives`.
+
+        Args:
+            fit: Number of the `fit` that this worker is in, from 1.
+
+        Returns:
+            The point at which it has joined: from now on the others wait for it.
+
+        Raises:
+            CollectiveTimeout: The others have sent no requests for as long as a
+                collective may take.
+            CollectiveError: It is too late; see `kerasdist.errors`.
+        """
+        seen = -1
+        deadline = Deadline(self.timeouts.collective)
+        while True:
+            reply = self.request("joining the others", Enter(fit=fit))
+            found = read_record(reply.meta, Entered, "A reply")
+            if found.entry is not None:
+                break
+            # An epoch may take longer than any wait inside of it.
+            if found.requests != seen:
+                seen = found.requests
+                deadline = Deadline(self.timeouts.collective)
+            if deadline.expired:
+                raise self.fail(
+                    errors.CollectiveTimeout(
+                        f"Rank {self.rank} waited for the end of the others' epoch, "
+                        f"and none of them took a step in {deadline.seconds:g} s. Are "
+                        "they busy with other work? Give them more time with "
+                        "`timeout=`."
+                    )
+                )
+        self.joining = False
+        self._met = found.entry.met
+        self.communicator.enter(found.entry.met, found.entry.ranks)
+        return found.entry
 
     # Requests to server 0 besides gradients and weights: it assigns batches, and keeps
     # first values. Each server has statistics of its own.
@@ -266,8 +291,7 @@ class ServerClient(ServerJob):
         """
         request = request_of(record, arrays)
         with self.calling(what):
-            others: list[Build | None] = [None] * (self.servers - 1)
-            return self.connections.request_all([lambda _: request, *others])[0]
+            return self.connections.request_all([lambda _: request])[0]
 
     def stats(self) -> list[dict[str, Any]]:
         """Return each server's statistics of its tables and workers.
@@ -430,7 +454,7 @@ class ServerCommunicator(CheckedCommunicator):
         ranks: The ranks that took part in the last collective.
     """
 
-    def __init__(self, client: ServerJob, met: int) -> None:
+    def __init__(self, client: ServerClient, met: int) -> None:
         super().__init__(client.rank, client.peers, client, client.timeouts.collective)
         self.ranks: tuple[int, ...] = tuple(range(self.size))
         self._client = client
@@ -558,15 +582,14 @@ class ServerCommunicator(CheckedCommunicator):
             self._note(call, answers)
             return list(answers[0].arrays)
 
-    def _rest(self, first: int, call: Call) -> list[Build | None]:
+    def _rest(self, first: int, call: Call) -> list[Build]:
         """Return requests for servers from `first` on; their results don't count."""
-        count = self._client.servers - first
         if self._client.settings.mode == "sync":
-            return [None] * count
+            return []
         # A call without buffers: these servers only have to know the waiting workers.
         short = Call(call.sequence, "barrier", detail=zlib.crc32(str(call).encode()))
         request = request_of(self._meet(), (), short)
-        return [lambda _: request] * count
+        return [lambda _: request] * (self._client.servers - first)
 
     def _count(self, sizes: list[int]) -> None:
         """Count the bytes for each server; report those of the first step."""

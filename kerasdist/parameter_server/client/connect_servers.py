@@ -15,10 +15,7 @@ from typing import TypeVar
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import copy_to_raise
-from kerasdist.parameter_server.channel import (
-    Channel,
-    ChannelEnded,
-)
+from kerasdist.parameter_server.channel import Channel, ChannelEnded, Traffic
 from kerasdist.parameter_server.client.client import TRANSPORTS, ServerClient
 from kerasdist.parameter_server.client.server_job import (
     GRACE_SECONDS,
@@ -34,14 +31,13 @@ from kerasdist.parameter_server.membership import (
     ServerRoster,
     WorkerRecord,
 )
-from kerasdist.parameter_server.server.collectives import Entry
-from kerasdist.parameter_server.server.handler import Enter, Entered, RequestHandler
+from kerasdist.parameter_server.server.handler import RequestHandler
 from kerasdist.parameter_server.server.registration import PURPOSE
 from kerasdist.parameter_server.server.server import session_name
 from kerasdist.transport import log
 from kerasdist.transport.base import Aborted, Connection, connection_pair
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
-from kerasdist.transport.framing import FrameType, read_record, to_object
+from kerasdist.transport.framing import FrameType, to_object
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.dial import (
@@ -54,44 +50,6 @@ from kerasdist.transport.rendezvous.dial import (
 from kerasdist.transport.rendezvous.startup import host_key
 from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
 from kerasdist.transport.tls import checked_secret
-
-# Joining a running job: this worker waits for the end of the others' epoch.
-#
-# The protocol is in `kerasdist.parameter_server.server.collectives`.
-
-
-def enter(client: ServerClient, fit: int) -> Entry:
-    """Wait until the others are between two epochs, and join them.
-
-    Args:
-        client: This worker's client; it joins later.
-        fit: Number of the `fit` that it is in, from 1.
-
-    Raises:
-        CollectiveTimeout: The others have sent no requests for as long as a collective
-            may take.
-        CollectiveError: It is too late; see `kerasdist.errors`.
-    """
-    seen = -1
-    deadline = Deadline(client.timeouts.collective)
-    while True:
-        reply = client.request("joining the others", Enter(fit=fit))
-        found = read_record(reply.meta, Entered, "A reply")
-        if found.entry is not None:
-            return found.entry
-        # An epoch may take longer than any wait inside of it.
-        if found.requests != seen:
-            seen = found.requests
-            deadline = Deadline(client.timeouts.collective)
-        if deadline.expired:
-            raise client.fail(
-                errors.CollectiveTimeout(
-                    f"Rank {client.rank} waited for the end of the others' epoch, and "
-                    f"none of them took a step in {deadline.seconds:g} s. Are they "
-                    "busy with other work? Give them more time with `timeout=`."
-                )
-            )
-
 
 # A worker's connections to servers: over the network, and in its own process.
 
@@ -133,7 +91,6 @@ class NetworkConnection(ServerConnection):
         self._secret = secret
         self._heartbeat = heartbeat
         self._transport = transport
-        self._channel: Channel | None = None
         self._reason = ""
         self._stop = stop or Cancellation()
         self._reviver: threading.Thread | None = None
@@ -143,11 +100,6 @@ class NetworkConnection(ServerConnection):
     def __str__(self) -> str:
         """Return its name, for instance `server 1 (10.0.0.9:2222)`."""
         return f"server {self.index} ({self.address})"
-
-    def _current(self) -> Channel:
-        if self._channel is None:
-            raise errors.TransportClosed(f"There is no connection to {self}.")
-        return self._channel
 
     def open(self) -> ServerRoster:
         """Connect at the start of the job, or join it later.
@@ -192,8 +144,9 @@ class NetworkConnection(ServerConnection):
         except BaseException:
             control.close()
             raise
-        self._keep_counts()
-        self._channel = Channel(channel, shared=shared)
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = Channel(channel, shared=shared, traffic=self._job.traffic)
         self._reason = ""
         self._heartbeat.add(self.index, control)
         return roster
@@ -218,12 +171,6 @@ class NetworkConnection(ServerConnection):
             self.unreachable = error.missing.get(self.index, "")
             error.missing = {}
             raise
-
-    def _keep_counts(self) -> None:
-        if self._channel is not None:
-            self._sent += self._channel.bytes_sent
-            self._received += self._channel.bytes_received
-            self._channel.close()
 
     # When the connection is lost.
 
@@ -295,8 +242,7 @@ class NetworkConnection(ServerConnection):
     def abort(self) -> None:
         """See `ServerConnection.abort`."""
         self._stop.set()
-        if self._channel is not None:
-            self._channel.abort()
+        super().abort()
 
     def close(self) -> None:
         """See `ServerConnection.close`."""
@@ -329,9 +275,9 @@ class InProcessConnection(ServerConnection):
         pair = socket.socketpair()
         for each in pair:
             close_in_children(each)
-        self._channel, self._theirs = (
-            Channel(end, shared=True) for end in connection_pair(*pair)
-        )
+        mine, theirs = connection_pair(*pair)
+        self._channel = Channel(mine, shared=True, traffic=job.traffic)
+        self._theirs = Channel(theirs, shared=True)
         handler.membership.enter(worker, None)
         if handler.snapshotter is not None:
             handler.snapshotter.start()
@@ -341,9 +287,6 @@ class InProcessConnection(ServerConnection):
     def __str__(self) -> str:
         """Return its name in messages."""
         return "the server in this process"
-
-    def _current(self) -> Channel:
-        return self._channel
 
     def _again(self, error: Exception) -> None:
         self._job.check()
@@ -356,17 +299,13 @@ class InProcessConnection(ServerConnection):
         """See `ServerConnection.send_goodbye`."""
         self._handler.on_goodbye(self._worker, goodbye)
 
-    def abort(self) -> None:
-        """See `ServerConnection.abort`."""
-        self._channel.abort()
-
     def close(self) -> None:
         """See `ServerConnection.close`."""
         self.abort()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
         self._handler.close()
-        self._channel.close()
+        self._current().close()
         self._theirs.close()
 
 
@@ -384,6 +323,7 @@ def connect_servers(
     session: str | None = None,
     once: bool = False,
     stop: Cancellation | None = None,
+    traffic: Traffic | None = None,
 ) -> ServerClient:
     """Connect a worker to all servers of its job; wait until all workers are connected.
 
@@ -405,6 +345,8 @@ def connect_servers(
         session: The name of the session; by default `session_name`.
         once: As for `ParameterServer`.
         stop: When another thread sets it, the call ends with `Aborted`.
+        traffic: Counts the requests, and their replies; by default those of this
+            client alone.
 
     Raises:
         ValueError: Unknown transport.
@@ -429,7 +371,7 @@ def connect_servers(
     if not cluster.servers and cluster.size > 1:
         raise no_servers(cluster.size, "kerasdist run")
     timeouts = timeouts or Timeouts()
-    client = ServerClient(cluster, settings, timeouts, on_event, on_failure)
+    client = ServerClient(cluster, settings, timeouts, on_event, on_failure, traffic)
     address = client.peers[client.rank].address
     worker = WorkerRecord(client.rank, address, secrets.token_hex(8), replicas, "live")
     if not cluster.servers:

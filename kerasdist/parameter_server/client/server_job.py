@@ -22,6 +22,7 @@ from kerasdist.parameter_server.channel import (
     ChannelEnded,
     ChannelSilent,
     Message,
+    Traffic,
 )
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.membership import Goodbye, WorkerProgress
@@ -38,7 +39,7 @@ Build = Callable[[Channel], Message]
 _REPORTING_SECONDS = 5.0
 
 
-class ServerJob(Supervisor, abc.ABC):
+class ServerJob(Supervisor):
     """A worker's part in a job, as its connections, tables and communicator see it.
 
     It is also the communicator's failure detector (`Supervisor`): servers detect the
@@ -49,10 +50,14 @@ class ServerJob(Supervisor, abc.ABC):
         settings: The job's settings.
         timeouts: The time limit of each phase.
         on_failure: See `connect_servers`.
+        traffic: See `connect_servers`.
 
     Attributes:
         connections: The connections to the servers.
+        traffic: Counts the requests to all servers, and their replies.
         clocks: This worker's clock in each table, by the table's number.
+        joining: Whether the others don't wait for it yet, see
+            `kerasdist.parameter_server.server.collectives`.
         recorder: Gets spans of packing, sending and waiting; or None.
         use: Number of the newest strategy that uses it, from 1.
         closed: Whether `close` was called.
@@ -64,7 +69,8 @@ class ServerJob(Supervisor, abc.ABC):
         cluster: Cluster,
         settings: ServerSettings,
         timeouts: Timeouts,
-        on_failure: Callable[[errors.CollectiveError], None] | None,
+        on_failure: Callable[[errors.CollectiveError], None] | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         super().__init__()
         self.cluster = cluster
@@ -73,7 +79,11 @@ class ServerJob(Supervisor, abc.ABC):
         self.rank = cluster.rank or 0
         addresses = cluster.workers or ("this process",)
         self.peers = tuple(Peer(r, address) for r, address in enumerate(addresses))
+        self.traffic = traffic or Traffic()
         self.clocks: dict[int, int] = {}
+        # By dataset: the epoch, and this worker's last claims in it.
+        self._claims: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.joining = False
         self.recorder: Recorder | None = None
         self.use = 1
         self._uses = {1}
@@ -87,13 +97,15 @@ class ServerJob(Supervisor, abc.ABC):
         self._calls = threading.RLock()
         self.connections = ServerConnections(self.check)
 
-    @abc.abstractmethod
     def progress(self) -> WorkerProgress:
         """Return this worker's progress, for a restarted server."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Leave the job; release sockets, threads and memory. Can be called twice."""
+        return WorkerProgress(
+            met=self._met,
+            clocks=dict(self.clocks),
+            # Not the dictionary itself: another thread may claim from another server.
+            claims=dict(self._claims),
+            joining=self.joining,
+        )
 
     @property
     def servers(self) -> int:
@@ -242,35 +254,31 @@ class ServerConnections:
                 len(self._every) - 1, thread_name_prefix="kerasdist-client"
             )
 
-    def request_all(self, builds: Sequence[Build | None]) -> list[Message]:
-        """Send requests to all servers at once; return their replies, by server.
+    def request_all(self, builds: Sequence[Build]) -> list[Message]:
+        """Send requests to servers at once; return their replies, by server.
 
         Args:
-            builds: A request for each server; None: nothing for this one, whose reply
-                is then without arrays.
+            builds: A request for each of the first servers, or for all.
 
         Raises:
             CollectiveError: This worker's failure.
         """
-        nothing = Message(FrameType.REPLY, Call(0), {}, ())
-        replies = [nothing] * len(builds)
         # This thread makes the first request itself, the pool's threads the others.
-        results: dict[int, Callable[[], Message]] = {
-            index: functools.partial(self._every[index].request, build)
-            for index, build in enumerate(builds)
-            if build is not None
-        }
+        results: list[Callable[[], Message]] = [
+            functools.partial(connection.request, build)
+            for connection, build in zip(self._every, builds, strict=False)
+        ]
         if len(results) > 1 and self._pool is not None:
             try:
-                for index in [*results][1:]:
-                    results[index] = self._pool.submit(results[index]).result
+                results[1:] = [self._pool.submit(each).result for each in results[1:]]
             except RuntimeError:  # closed by another thread just now
                 self._check()
                 raise
+        replies: list[Message] = []
         first: BaseException | None = None
-        for index, result in results.items():
+        for result in results:
             try:
-                replies[index] = result()
+                replies.append(result())
             except Exception as error:
                 first = first or error
         if first is not None:
@@ -281,16 +289,6 @@ class ServerConnections:
     def transports(self) -> list[str]:
         """The transport of each server: "tcp" or "shared_memory"."""
         return [connection.kind for connection in self._every]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of all requests to all servers, those in shared memory too."""
-        return sum(connection.bytes_sent for connection in self._every)
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of all replies of all servers."""
-        return sum(connection.bytes_received for connection in self._every)
 
     def ended(self, server: Hashable, reason: str) -> None:
         """Handle the end of a server's control connection."""
@@ -336,11 +334,13 @@ class ServerConnection(abc.ABC):
         self.generation = 0
         self._job = job
         self._lock = threading.RLock()
-        self._sent = self._received = 0
+        self._channel: Channel | None = None
 
-    @abc.abstractmethod
     def _current(self) -> Channel:
         """Return the connected channel."""
+        if self._channel is None:
+            raise errors.TransportClosed(f"There is no connection to {self}.")
+        return self._channel
 
     @abc.abstractmethod
     def _again(self, error: Exception) -> None:
@@ -350,16 +350,6 @@ class ServerConnection(abc.ABC):
     def kind(self) -> str:
         """The transport of the server: "tcp" or "shared_memory"."""
         return self._current().kind
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of all requests."""
-        return self._sent + self._current().bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes of all replies."""
-        return self._received + self._current().bytes_received
 
     def request(self, build: Build) -> Message:
         """Send a request; return the reply, valid until the next request.
@@ -413,9 +403,10 @@ class ServerConnection(abc.ABC):
     def send_goodbye(self, goodbye: Goodbye) -> None:
         """Send a goodbye."""
 
-    @abc.abstractmethod
     def abort(self) -> None:
         """End every wait. Safe from any thread."""
+        if self._channel is not None:
+            self._channel.abort()
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -40,7 +40,7 @@ from typing import Any, Self
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.errors import ProtocolError, ServerLost, WorkerLost
-from kerasdist.parameter_server.channel import Channel
+from kerasdist.parameter_server.channel import Channel, Traffic
 from kerasdist.parameter_server.layout import Layout, ServerSettings
 from kerasdist.parameter_server.membership import (
     Event,
@@ -382,6 +382,8 @@ class ParameterServer(ServerTask):
         session: The name of the session; by default `session_name`.
         once: Whether the workers live, and connect once, as in an epoch of an elastic
             job.
+        traffic: Counts the workers' requests, and the replies; by default those of this
+            server alone.
 
     Attributes:
         index: Index among the servers.
@@ -406,11 +408,12 @@ class ParameterServer(ServerTask):
         on_start: Callable[[], None] | None = None,
         session: str | None = None,
         once: bool = False,
+        traffic: Traffic | None = None,
     ) -> None:
         super().__init__(cluster, timeouts, session)
         self._settings = settings
         self._serving: dict[str, tuple[Channel, threading.Thread]] = {}
-        self._traffic = collections.Counter(bytes_received=0, bytes_sent=0)
+        self._traffic = traffic or Traffic()
         size = len(cluster.workers)
         self.handler = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),
@@ -451,12 +454,11 @@ class ParameterServer(ServerTask):
             stats = self.handler.stats()
         finally:
             self.close()
-        return {**stats, **self.traffic()}
-
-    def traffic(self) -> dict[str, int]:
-        """Return "bytes_received" and "bytes_sent", as `serve`."""
-        with self._lock:
-            return dict(self._traffic)
+        return {
+            **stats,
+            "bytes_received": self._traffic.bytes_received,
+            "bytes_sent": self._traffic.bytes_sent,
+        }
 
     def _serve(self) -> None:
         members = self.handler.membership
@@ -583,7 +585,7 @@ class ParameterServer(ServerTask):
             if worker is None or self._closed:
                 connection.close()
                 return
-            channel = Channel(connection, shared=hello.shared)
+            channel = Channel(connection, shared=hello.shared, traffic=self._traffic)
             thread = daemon(
                 f"kerasdist-server {self.index} rank {rank}",
                 self._answer,
@@ -599,9 +601,6 @@ class ParameterServer(ServerTask):
             seen = self.handler.serve(worker, channel)
         finally:
             channel.close()
-            with self._lock:
-                self._traffic["bytes_received"] += channel.bytes_received
-                self._traffic["bytes_sent"] += channel.bytes_sent
         with members.changed:
             # Whether it sent a goodbye or died shows on the control connection.
             members.changed.wait_for(

@@ -19,7 +19,7 @@ from kerasdist._keras.data.pydataset import ItemData
 from kerasdist._keras.protocols import KerasHooks, StepTimer
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.collectives import gather_json
-from kerasdist.parameter_server import ServerClient, enter
+from kerasdist.parameter_server import ServerClient
 from kerasdist.placement.plan import counted
 from kerasdist.strategies.asynchronous.dynamic_batches import (
     ArraySource,
@@ -502,9 +502,7 @@ class AsyncEpochs:
 
     def join(self, statistics: Sequence[Any]) -> tuple[int, dict[str, Any]]:
         """Join the others; return the epoch that begins, and their facts."""
-        entry = enter(self._workers.client, self._workers.client.fits)
-        self._workers.live.enter(entry.met, entry.ranks)
-        facts = entry.facts
+        facts = self._workers.live.enter()
         if self.data.newest is not None:
             self.data.newest.join(facts["data"])
         self._give(statistics, 0.0)

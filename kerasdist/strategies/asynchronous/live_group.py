@@ -17,7 +17,7 @@ Work that was divided must be repeated if a worker is lost meanwhile: such a blo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -191,11 +191,12 @@ class LiveCommunicator(ForwardingCommunicator):
         self._note()
         return bool(joined)
 
-    def enter(self, met: int, ranks: tuple[int, ...]) -> None:
-        """Join these ranks, including this worker's own, after collective `met`."""
-        self._client.entered(met, ranks)
+    def enter(self) -> Mapping[str, Any]:
+        """Join the others in their `fit`; return their facts."""
+        entry = self._client.enter(self._client.fits)
         self._inner = self._client.communicator
-        self._number(ranks)
+        self._number(entry.ranks)
+        return entry.facts
 
     @property
     def failure(self) -> CollectiveError | None:

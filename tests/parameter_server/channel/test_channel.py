@@ -88,9 +88,9 @@ def test_what_is_sent_is_received(pair, scale):
     for mine, array in zip(reply.arrays, expected, strict=True):
         np.testing.assert_array_equal(mine, array)
     size = sum(array.nbytes for array in expected)
-    assert size <= first.bytes_sent <= size + 3000 + scale
-    assert second.bytes_received == first.bytes_sent
-    assert first.bytes_received == second.bytes_sent
+    assert size <= first.traffic.bytes_sent <= size + 3000 + scale
+    assert second.traffic.bytes_received == first.traffic.bytes_sent
+    assert first.traffic.bytes_received == second.traffic.bytes_sent
 
 
 def test_large_bodies_on_one_host_are_not_in_the_stream():

@@ -101,9 +101,9 @@ def test_a_dense_change_of_a_sparse_variable_sends_the_rows_that_are_not_0(job):
         change = np.zeros((500, 8), "float32")
         change[[3, 77]] = 1
         deltas = [None, change, None, None, None]
-        before = client.connections.bytes_sent
+        before = client.traffic.bytes_sent
         table.push_pull(deltas)
-        sent = client.connections.bytes_sent - before
+        sent = client.traffic.bytes_sent - before
         client.communicator.barrier()
         rows = table.pull().rows[1]
         return sent, rows

@@ -5,7 +5,7 @@ import pytest
 
 from groups import in_threads
 from kerasdist import errors
-from kerasdist.parameter_server import Variable, enter
+from kerasdist.parameter_server import Variable
 from pace import bound
 from servers import KINDS, Servers
 
@@ -24,9 +24,7 @@ def test_a_joiner_goes_on_with_the_others_from_a_gate_on(kind):
         if rank == 1:
             client = come_again(job, rank)
             assert client.joining
-            entry = enter(client, 1)
-            client.entered(entry.met, entry.ranks)
-            facts = entry.facts
+            facts = client.enter(1).facts
             assert client.communicator.ranks == (0, 1, 2)
         else:
             joined = ()
@@ -57,7 +55,7 @@ def test_who_comes_too_late_for_a_fit_hears_it():
     def work(rank):
         if rank == 1:
             with pytest.raises(errors.CollectiveError) as caught:
-                enter(come_again(job, rank), 1)
+                come_again(job, rank).enter(1)
             told.set()
             return str(caught.value)
         while not told.is_set():
@@ -75,7 +73,7 @@ def test_who_comes_when_all_others_have_gone_hears_it():
         client = come_again(job, 1)
         job.clients[0].close()
         with pytest.raises(errors.CollectiveError, match="all others have finished"):
-            enter(client, 1)
+            client.enter(1)
 
 
 def test_a_joiner_waits_no_longer_than_the_others_may_rest():
@@ -85,7 +83,7 @@ def test_a_joiner_waits_no_longer_than_the_others_may_rest():
     with Servers(workers=2, timeouts=timeouts) as job:
         client = come_again(job, 1)
         with pytest.raises(errors.CollectiveTimeout, match="none of them took a step"):
-            enter(client, 1)
+            client.enter(1)
 
 
 def test_a_joiner_with_another_model_leaves_the_others_alone():

@@ -7,7 +7,7 @@ import pytest
 
 from groups import in_threads, nothing_stays_open, outcomes
 from kerasdist import errors
-from kerasdist.parameter_server import ServerSettings, Variable, enter
+from kerasdist.parameter_server import ServerSettings, Variable
 from kerasdist.parameter_server.membership import ServerHello
 from kerasdist.parameter_server.server import registration
 from kerasdist.parameter_server.server.handler import RequestHandler
@@ -109,8 +109,7 @@ def test_who_comes_before_those_who_only_come_back_joins_them(tmp_path, returnin
             if rank == 1:
                 client = job.clients[1] = job.connect(1, join_barrier=True)
                 assert client.joining
-                entry = enter(client, 1)
-                client.entered(entry.met, entry.ranks)
+                client.enter(1)
             else:
                 assert returning.here.wait(bound(20))
                 returning.set()

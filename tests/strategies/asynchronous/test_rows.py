@@ -99,10 +99,10 @@ def test_bytes_grow_with_the_rows_touched_and_not_with_the_table(run):
     body = """
 class Note(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
-        self.before = client.connections.bytes_sent, client.connections.bytes_received
+        self.before = client.traffic.bytes_sent, client.traffic.bytes_received
     def on_train_batch_end(self, batch, logs=None):
-        sent = client.connections.bytes_sent - self.before[0]
-        found.append([sent, client.connections.bytes_received - self.before[1]])
+        sent = client.traffic.bytes_sent - self.before[0]
+        found.append([sent, client.traffic.bytes_received - self.before[1]])
 
 counts = {}
 for rows in (20_000, 200_000):
