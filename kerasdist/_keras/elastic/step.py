@@ -404,10 +404,7 @@ class ElasticStep(ContinuableStep):
         """Return the late updates of the replica whose step is traced, if they are."""
         if tf.executing_eagerly() or not self._late:
             return None
-        replica = _tf.local_replica_id()
-        copies = [_tf.local_results(v) for v in updated_state(self._trainer)]
-        # What was created outside of the scope has no copies.
-        own = [each[replica if len(each) > 1 else 0] for each in copies]
+        own = [_tf.copy_here(variable) for variable in updated_state(self._trainer)]
         flat: dict[Any, Any] = {}
 
         def parts() -> list[Any]:

@@ -58,9 +58,9 @@ _SAME = (*tensor_origins.SAME_NUMBERS, "IdentityN", "Neg", "Transpose")
 _SUMS = ("Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub")
 _PRODUCTS = ("Mul", "MulNoNan")
 _QUOTIENTS = ("Div", "DivNoNan", "RealDiv")
-# Sums over rows, if the result has none: of products, and by an index.
+# Sums over rows, if the result has none: of products, and by an index or of squares.
 _CONTRACTIONS = ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul")
-_COUNTS = ("Bincount", "DenseBincount", "ScatterNd", "UnsortedSegmentSum")
+_COUNTS = ("Bincount", "DenseBincount", "L2Loss", "ScatterNd", "UnsortedSegmentSum")
 _EXTREMES = {"Max": Extreme("max"), "Min": Extreme("min")}
 _SIZES = ("GatherV2", "Prod", "Size", "StridedSlice")
 
@@ -306,8 +306,6 @@ class LossKinds:
             return Kind(1) if known and set(known) == {ROWS} else OTHER
         if kind in _EXTREMES:
             return _EXTREMES[kind] if kinds[0] == ROWS else OTHER
-        if kind == "L2Loss":
-            return Kind(1) if kinds[0] == ROWS else OTHER
         if kind == "ConcatV2":
             kinds = kinds[:-1]  # the last one is the axis
         known = [one for one in kinds if isinstance(one, Kind)]

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import optimizers
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
@@ -231,11 +230,11 @@ def share_tables(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
 
 # Without momentum, their steps are a product with the gradient.
 _FOLLOW_GRADIENTS = (
-    optimizers.Adadelta,
-    optimizers.Adafactor,
-    optimizers.Adagrad,
-    optimizers.RMSprop,
-    optimizers.SGD,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adafactor,
+    keras.optimizers.Adagrad,
+    keras.optimizers.RMSprop,
+    keras.optimizers.SGD,
 )
 
 
