@@ -79,7 +79,6 @@ class StepAlone(ContinuableStep):
         if kind[1]:
             for _ in range(steps):
                 iterator.commit()
-        self._taken += steps
         self._totals.steps += steps
         self._communicator.step += steps
         return logs
