@@ -53,9 +53,7 @@ from kerasdist._keras.shared_state import (
     take_epoch,
 )
 from kerasdist._keras.training.logs import numbers_of, whole_logs
-from kerasdist._keras.training.optimizers import (
-    open_window,
-)
+from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.weight_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.unscoped_models import warn_if_outside
 from kerasdist._tf.patching import Original
@@ -188,11 +186,8 @@ def without_bars(callbacks: Sequence[Any]) -> list[Any]:
     Those belong to the state of the training, and are the same on all workers. A bar is
     often shown on the chief alone, by `verbose=2 if strategy.is_chief else 0`.
     """
-    return [
-        each
-        for each in callbacks
-        if not isinstance(each, keras.callbacks.ProgbarLogger)
-    ]
+    bar = keras.callbacks.ProgbarLogger
+    return [each for each in callbacks if not isinstance(each, bar)]
 
 
 def finish_epoch(original: Original, trainer: Any, logs: Any) -> Any:

@@ -329,10 +329,9 @@ def apply(
         if _tf.in_parts() and _is_linear(inner):
             # How many different rows there are changes with each batch.
             with _tf.outside_of_xla():
-                is_sparse = [isinstance(each, tf.IndexedSlices) for each in reduced]
                 reduced = [
-                    padded(each) if sparse else each
-                    for each, sparse in zip(reduced, is_sparse, strict=True)
+                    padded(each) if isinstance(each, tf.IndexedSlices) else each
+                    for each in reduced
                 ]
         for i, kind in enumerate(kinds):
             if kind == WHOLE:

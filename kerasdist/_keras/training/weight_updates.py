@@ -141,8 +141,8 @@ _LEAST_BYTES = 1 << 20
 
 
 def _is_large(table: Any) -> bool:
-    size = (table.shape.num_elements() or 0) * table.dtype.size
-    return bool(size >= _LEAST_BYTES and table.dtype in (tf.float32, tf.float64))
+    is_float = table.dtype in (tf.float32, tf.float64)
+    return is_float and _tf.bytes_of(table) >= _LEAST_BYTES
 
 
 def update_compiled(update: Callable[..., Any], table: Any, slices: Any) -> Any:
