@@ -21,8 +21,8 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
-from keras.src.callbacks import csv_logger, tensorboard
 from keras.src.utils import file_utils
 
 from kerasdist import _tf
@@ -77,7 +77,7 @@ class ChiefFailover:
         self.look()
         method = original.__name__
         call: Callable[[], Any] = lambda: original(callback, *args, **kwargs)  # noqa: E731
-        if isinstance(callback, tensorboard.TensorBoard):
+        if isinstance(callback, keras.callbacks.TensorBoard):
             _add(self._boards, callback)
             if method == "set_model":
                 _open_without_files(callback, call)
@@ -85,7 +85,7 @@ class ChiefFailover:
                 call()
             if not _writes_only(callback, method):
                 return
-        elif isinstance(callback, csv_logger.CSVLogger):
+        elif isinstance(callback, keras.callbacks.CSVLogger):
             _add(self._loggers, callback)
         finished = self._elastic.finished
         self._kept = [each for each in self._kept if each.number >= finished]
@@ -118,7 +118,7 @@ class ChiefFailover:
         for board in boards:
             _open_files(board)
         for each in kept:
-            is_logger = isinstance(each.callback, csv_logger.CSVLogger)
+            is_logger = isinstance(each.callback, keras.callbacks.CSVLogger)
             if is_logger and each.method == "on_epoch_end":
                 _write_row_once(each.callback, each.call)
             else:
@@ -188,7 +188,7 @@ def _read(path: str) -> bytes:
 
 def flush_board(callback: Any) -> None:
     """Write the events of a `TensorBoard` to disk: a lost chief can't any more."""
-    if isinstance(callback, tensorboard.TensorBoard):
+    if isinstance(callback, keras.callbacks.TensorBoard):
         for writer in callback._writers.values():
             writer.flush()
 

@@ -42,7 +42,6 @@ class StepContext(threading.local):
         epochs: The number of epochs that `fit` was called with.
         callbacks: The callbacks of `fit`.
         begun: The numbers that they had at its first step.
-        first_step: The step with which the present epoch of `fit` began here.
         admission: Of a worker that has joined, before its first step: the steps until
             the members next ask for workers that want to join, and between two
             questions; else None.
@@ -94,7 +93,6 @@ class StepContext(threading.local):
     epochs: int = 1
     callbacks: Any = ()
     begun: Any = ()
-    first_step: int = 0
     admission: Any = None
     resumed: Callable[[], None] | None = None
     resumption: Any = None

@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
-from keras.src.callbacks import backup_and_restore
 from keras.src.utils import file_utils
 
 from kerasdist._keras.chief_failover import flush_board, take_over
@@ -329,7 +329,7 @@ def read_backup(callbacks: Sequence[Any]) -> Backup:
     """Return the progress that the callbacks of a `fit` have restored, if any."""
     for callback in callbacks:
         path = getattr(callback, "_training_metadata_path", None)
-        if not isinstance(callback, backup_and_restore.BackupAndRestore) or not path:
+        if not isinstance(callback, keras.callbacks.BackupAndRestore) or not path:
             continue
         with (
             contextlib.suppress(OSError, ValueError, KeyError, TypeError),

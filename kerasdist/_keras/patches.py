@@ -133,8 +133,6 @@ placement
         $VARIABLE.__init__(self, ...)
     placement.layers.initialize_variable
         $VARIABLE._initialize(self, ...)
-    placement.trainer.begin_with_batch
-        $MODEL._make_function(self, step_function)
     # In the class that defines it: Keras takes a `compile` elsewhere for a user's own.
     placement.trainer.compile_model
         $BASE.compile(self, ...)

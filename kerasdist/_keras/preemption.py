@@ -15,9 +15,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.callbacks import csv_logger
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
@@ -79,7 +79,6 @@ class StepAlone(ContinuableStep):
         if kind[1]:
             for _ in range(steps):
                 iterator.commit()
-        self._taken += steps
         self._totals.steps += steps
         self._communicator.step += steps
         return logs
@@ -155,9 +154,9 @@ class Resumption:
             # Once more if the first member is lost before it has written the file.
             mine = ""
             if hooks.workers.rank == 0:
-                values = [_value(each) for each in _state(trainer)]
-                values += [array for _, _, some in arrays for array in some]
-                values += [np.asarray(part) for part in sums]
+                state = [_tf.local_results(each)[0] for each in _state(trainer)]
+                kept = [array for _, _, some in arrays for array in some]
+                values = [np.asarray(each) for each in (*state, *kept, *sums)]
                 mine = self._write(facts, values)
             answers = hooks.consensus.texts(mine)
             answer = next((text for text in answers.values() if text), "")
@@ -183,7 +182,7 @@ class Resumption:
     def begin(self, callbacks: Sequence[Any]) -> None:
         """Let the callbacks continue their files as they begin."""
         for callback in callbacks if self.due else ():
-            if isinstance(callback, csv_logger.CSVLogger) and not callback.append:
+            if isinstance(callback, keras.callbacks.CSVLogger) and not callback.append:
                 callback.append = True
                 self._appending.append(callback)
 
@@ -229,7 +228,7 @@ class Resumption:
             for callback, state in zip(callbacks, facts["callbacks"], strict=True)
             # Those begin their windows of steps, or their file, again.
             if not hasattr(callback, "_adopt_state")
-            and not isinstance(callback, csv_logger.CSVLogger)
+            and not isinstance(callback, keras.callbacks.CSVLogger)
         ]
         others = [callback for callback, _ in kept]
         facts["callbacks"] = [state for _, state in kept]
@@ -321,11 +320,6 @@ def _state(trainer: Any) -> list[Any]:
     parts = tf.VariableAggregation.SUM
     shared = [each for each in metrics if each.aggregation != parts]
     return [*state_to_give(trainer), *shared]
-
-
-def _value(variable: Any) -> Array:
-    value: Array = np.asarray(_tf.local_results(variable)[0])
-    return value
 
 
 def _unknown(trainer: Any, iterator: Any) -> str:

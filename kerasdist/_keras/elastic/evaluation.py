@@ -249,13 +249,11 @@ def _flat(metrics: Sequence[Sequence[Any]]) -> dict[Any, Any]:
 
 def _assign(metrics: Sequence[Sequence[Any]], flat: Any) -> None:
     """Set variables to the parts of a vector, on the first local replica."""
-    begin = 0
-    for copies in metrics:
-        end = begin + copies[0].shape.num_elements()
-        copies[0].assign(tf.reshape(flat[begin:end], copies[0].shape))
+    sizes = [copies[0].shape.num_elements() for copies in metrics]
+    for copies, part in zip(metrics, tf.split(flat, sizes), strict=True):
+        copies[0].assign(tf.reshape(part, copies[0].shape))
         for copy in copies[1:]:
             copy.assign(tf.zeros_like(copy))
-        begin = end
 
 
 # Batches for steps that may be repeated.

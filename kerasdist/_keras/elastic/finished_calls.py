@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist._keras.context import current
 from kerasdist._keras.data.arrays import uses_of
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks
 from kerasdist.errors import ClusterError
@@ -281,11 +280,6 @@ class FinishedCalls:
         hooks.data.orders = found["orders"]
         uses_of(hooks).catch_up(found["uses"])
         return found["result"]
-
-
-def result_of_fit() -> Any:
-    """Return the result of the present `fit`, for `FinishedCalls.finish`."""
-    return changed(current.callbacks, current.begun)
 
 
 def _refusal(received: str) -> ClusterError:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -112,8 +112,7 @@ class Admission:
         facts = training_state.collect(self._trainer, hooks, state, iterator, number)
         facts["polls"] = [self._left, self._steps]
         hooks.consensus.facts(facts)
-        answers = _exchange(hooks, _Answer("", _checksum(iterator)))
-        if _refusal(answers):
+        if _refusal(hooks, "", iterator):
             # The newcomers leave, and the others continue.
             return False
         hooks.state.give(state_to_give(self._trainer), False)
@@ -132,40 +131,27 @@ def _forget_evaluations(trainer: Any, hooks: KerasHooks) -> None:
     trainer._eval_epoch_iterator = None
 
 
-class _Answer(NamedTuple):
-    """The answer of a worker to the facts about a `fit`.
+def _refusal(hooks: KerasHooks, objection: str, iterator: Any) -> str:
+    """Return why newcomers can't join; an empty text if they can. All call it.
 
-    Attributes:
-        objection: Why it can't join; empty if it can, or is a member.
-        checksum: Of the next global batch; 0: there's none.
+    Args:
+        hooks: The hooks of the strategy.
+        objection: Why this worker can't join; empty if it can, or is a member.
+        iterator: The iterator of the next step, whose global batch is compared.
     """
-
-    objection: str
-    checksum: int
-
-
-def _exchange(hooks: KerasHooks, mine: _Answer) -> list[_Answer]:
-    """Return the answers of all."""
-    return [_Answer(*each) for each in hooks.consensus.facts(mine).values()]
-
-
-def _refusal(answers: Sequence[_Answer]) -> str:
-    """Return why newcomers can't join; an empty text if they can."""
-    objections = [each.objection for each in answers if each.objection]
+    compares = not objection and isinstance(iterator, RepeatableIterator)
+    mine = [objection, iterator.next_checksum() if compares else 0]
+    answers = hooks.consensus.facts(mine).values()
+    objections = [text for text, _ in answers if text]
     if objections:
-        return objections[0]
-    if len({each.checksum for each in answers}) == 1:
+        return str(objections[0])
+    if len({checksum for _, checksum in answers}) == 1:
         return ""
     return (
         "other data than the others' at the present step. An order that depends on "
         "more than the seeds, and the number of passes over a dataset, can't be "
         "continued"
     )
-
-
-def _checksum(iterator: Any) -> int:
-    is_shared = isinstance(iterator, RepeatableIterator)
-    return iterator.next_checksum() if is_shared else 0
 
 
 def join(
@@ -204,8 +190,7 @@ def join(
         )
     objection = training_state.objection(facts, hooks, state, callbacks)
     objection = objection or place.move_to(facts["place"])
-    checksum = 0 if objection else _checksum(place.iterator)
-    refused = _refusal(_exchange(hooks, _Answer(objection, checksum)))
+    refused = _refusal(hooks, objection, place.iterator)
     if refused:
         raise ClusterError(
             f"This worker can't join the job. Received: {refused}. Start it with "

@@ -51,8 +51,6 @@ class ContinuableStep(abc.ABC):
         self._trainer = trainer
         self._hooks = hooks
         self._totals = totals
-        # The steps of this epoch.
-        self._taken = 0
 
     @abc.abstractmethod
     def __call__(self, iterator: Any) -> Any:
@@ -65,7 +63,6 @@ class ContinuableStep(abc.ABC):
     def begin(self) -> None:
         """Begin with metrics that are reset."""
         self._totals.reset()
-        self._taken = 0
 
     def prepare(self, iterator: Any) -> None:  # noqa: B027 - only some have to
         """Trace a step on the batches of an iterator, for the present layout."""
@@ -77,7 +74,6 @@ class ContinuableStep(abc.ABC):
         """
         result = self._with_present(read)
         self._totals.reset()
-        self._taken = current.first_step = 0
         return result
 
     def sum_metrics(self) -> tuple[int, list[Any]]:
@@ -101,11 +97,14 @@ class ContinuableStep(abc.ABC):
         return call()
 
     def _begin_step(self) -> int:
-        """Begin a step of `fit`; return its number in the epoch."""
+        """Begin a step of `fit`; return its number in the epoch.
+
+        That isn't known in the first step of a worker that has joined.
+        """
         if current.resumed is not None:
             current.resumed()
             current.resumed = None
-        return self._taken + current.first_step
+        return self._totals.steps
 
     def _metrics(self) -> list[Sequence[Any]]:
         """Return the copies of all metric variables that reading sums."""
@@ -367,7 +366,6 @@ class ElasticStep(ContinuableStep):
             # A worker that is alone reduces nothing.
             workers.communicator.step = max(before + 1, workers.communicator.step)
             batches.commit()
-            self._taken += 1
             return logs
 
     def _adapt_to_members(self) -> None:
@@ -404,10 +402,7 @@ class ElasticStep(ContinuableStep):
         """Return the late updates of the replica whose step is traced, if they are."""
         if tf.executing_eagerly() or not self._late:
             return None
-        replica = _tf.local_replica_id()
-        copies = [_tf.local_results(v) for v in updated_state(self._trainer)]
-        # What was created outside of the scope has no copies.
-        own = [each[replica if len(each) > 1 else 0] for each in copies]
+        own = [_tf.copy_here(variable) for variable in updated_state(self._trainer)]
         flat: dict[Any, Any] = {}
 
         def parts() -> list[Any]:

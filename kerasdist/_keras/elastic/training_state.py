@@ -420,7 +420,6 @@ def apply(
     current.resumed = undo_begins
     trainer._initial_epoch = current.epoch = facts["epoch"]
     current.joined = True
-    current.first_step = facts["place"]["step"]
     _skip_reset(trainer)
     place.resume()
 

@@ -21,9 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
-from keras.src.backend import Variable
-from keras.src.optimizers import loss_scale_optimizer, optimizer
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, is_timed, setting
@@ -194,7 +193,7 @@ def _is_shared(source: Any) -> bool:
 
     A `tf.Variable` that isn't may have a value for each row of a replica.
     """
-    return isinstance(source, Variable) or is_distributed(source)
+    return isinstance(source, keras.Variable) or is_distributed(source)
 
 
 def _summed(gradients: list[Any], sources: list[Any], recording: bool) -> list[Any]:
@@ -253,7 +252,7 @@ def weighted(gradient: Any, weight: Any) -> Any:
 def are_unseen(trainer: Any) -> bool:
     """Return whether gradients go from the tape to Keras's own `apply` at once."""
     given = trainer.optimizer
-    theirs = optimizer.Optimizer, loss_scale_optimizer.LossScaleOptimizer
+    theirs = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
     return not has_own_step(trainer) and all(
         any(getattr(type(given), name, None) is getattr(each, name) for each in theirs)
         for name in ("apply", "apply_gradients")

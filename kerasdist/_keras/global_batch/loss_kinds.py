@@ -58,9 +58,9 @@ _SAME = (*tensor_origins.SAME_NUMBERS, "IdentityN", "Neg", "Transpose")
 _SUMS = ("Add", "AddN", "AddV2", "ConcatV2", "Pack", "Sub")
 _PRODUCTS = ("Mul", "MulNoNan")
 _QUOTIENTS = ("Div", "DivNoNan", "RealDiv")
-# Sums over rows, if the result has none: of products, and by an index.
+# Sums over rows, if the result has none: of products, and by an index or of squares.
 _CONTRACTIONS = ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum", "MatMul")
-_COUNTS = ("Bincount", "DenseBincount", "ScatterNd", "UnsortedSegmentSum")
+_COUNTS = ("Bincount", "DenseBincount", "L2Loss", "ScatterNd", "UnsortedSegmentSum")
 _EXTREMES = {"Max": Extreme("max"), "Min": Extreme("min")}
 _SIZES = ("GatherV2", "Prod", "Size", "StridedSlice")
 
@@ -185,12 +185,7 @@ class LossKinds:
         if found is None:
             return None
         operations, terms = found
-        given = {key_of(term): term for term in terms}
-        reduced = [term for term in terms if self.of(term) != CONSTANT]
-        kinds = [self.of(term) for term in reduced]
-        if reduced:
-            keys = [key_of(term) for term in reduced]
-            given |= zip(keys, reduce(reduced, kinds), strict=True)
+        given = self._reduced(terms, reduce)
         return _with(operations, given)[key_of(tensor)]
 
     def _compute(self, tensor: Any, sums: Any) -> Whole | None:
@@ -198,28 +193,30 @@ class LossKinds:
         if found is None:
             return None
         operations, terms = found
-        kinds = [self.of(term) for term in terms]
-        reduced = [i for i, kind in enumerate(kinds) if kind != CONSTANT]
-        totals = sums([terms[i] for i in reduced], [kinds[i].degree for i in reduced])
-        given = list(terms)
-        for i, total in zip(reduced, totals, strict=True):
-            given[i] = total
-        floats = [i for i, term in enumerate(terms) if term.dtype.is_floating]
-        for i in floats:
-            # A copy, because one term may be computed from another one.
-            given[i] = tf.stop_gradient(tf.identity(given[i]))
-        value = _with(
-            operations, dict(zip((key_of(term) for term in terms), given, strict=True))
-        )[key_of(tensor)]
-        slopes = tf.gradients(
-            value, [given[i] for i in floats], unconnected_gradients="zero"
+        given = self._reduced(
+            terms, lambda some, kinds: sums(some, [kind.degree for kind in kinds])
         )
+        floats = [term for term in terms if term.dtype.is_floating]
+        # Copies, because one term may be computed from another one.
+        copies = [tf.stop_gradient(tf.identity(given[key_of(t)])) for t in floats]
+        given |= zip(map(key_of, floats), copies, strict=True)
+        value = _with(operations, given)[key_of(tensor)]
+        slopes = tf.gradients(value, copies, unconnected_gradients="zero")
         return Whole(
             tf.stop_gradient(value),
-            [terms[i] for i in floats],
+            floats,
             [tf.stop_gradient(slope) for slope in slopes],
-            [kinds[i].degree for i in floats],
+            [self.of(term).degree for term in floats],
         )
+
+    def _reduced(self, terms: list[Any], reduce: Any) -> dict[Any, Any]:
+        """Return the terms by their keys, reduced unless they are constants."""
+        some = [term for term in terms if self.of(term) != CONSTANT]
+        given = {key_of(term): term for term in terms}
+        if some:
+            kinds = [self.of(term) for term in some]
+            given |= zip(map(key_of, some), reduce(some, kinds), strict=True)
+        return given
 
     def _function(
         self, tensor: Any, *, of_all: bool = False
@@ -271,7 +268,9 @@ class LossKinds:
             if counted is not None:
                 return counted
         if not scalar:
-            few, more = self._rebuilt_shapes(tensor)
+            few, more = (
+                rebuilt.tensor(tensor).shape for rebuilt in self._for(tensor.graph)
+            )
             if not (few.is_fully_defined() and more.is_fully_defined()):
                 return OTHER
             if few != more:
@@ -306,8 +305,6 @@ class LossKinds:
             return Kind(1) if known and set(known) == {ROWS} else OTHER
         if kind in _EXTREMES:
             return _EXTREMES[kind] if kinds[0] == ROWS else OTHER
-        if kind == "L2Loss":
-            return Kind(1) if kinds[0] == ROWS else OTHER
         if kind == "ConcatV2":
             kinds = kinds[:-1]  # the last one is the axis
         known = [one for one in kinds if isinstance(one, Kind)]
@@ -347,11 +344,6 @@ class LossKinds:
         kinds._rebuilt = [rebuilt.inside(given) for rebuilt in self._for(graph)]
         kinds._kinds = {key_of(inner): self.of(outer) for inner, outer in given}
         return kinds
-
-    def _rebuilt_shapes(self, tensor: Any) -> tuple[Any, Any]:
-        """Return a tensor's shapes for 5 and for 7 rows."""
-        few, more = (rebuilt.tensor(tensor) for rebuilt in self._for(tensor.graph))
-        return few.shape, more.shape
 
     def _for(self, graph: Any) -> list[tensor_origins.RebuiltGraph]:
         if self._graph is not graph:

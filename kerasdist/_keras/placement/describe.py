@@ -269,12 +269,8 @@ class _Units:
             finally:
                 inside = False
 
-        with _marking:
-            keras.Layer.__call__ = call
-            try:
-                yield
-            finally:
-                keras.Layer.__call__ = original
+        with _marking, _tf.replaced(keras.Layer, __call__=call):
+            yield
 
     def of(self, name: str) -> int | None:
         """Return the number of the layer that made an operation of this name."""
@@ -439,11 +435,8 @@ def _build(optimizer: Any, variables: Sequence[Any]) -> list[int]:
             owned.add(id(made))
         return made
 
-    inner.add_variable_from_reference = add
-    try:
+    with _tf.replaced(inner, add_variable_from_reference=add):
         optimizer.build(list(variables))
-    finally:
-        del inner.add_variable_from_reference
     # Adafactor's slots have other shapes than the weights.
     rest = [v for v in inner.variables if id(v) not in owned and len(v.shape)]
     total = sum(map(_bytes, rest))

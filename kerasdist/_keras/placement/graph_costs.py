@@ -273,13 +273,13 @@ def _memory(step: Traced, made: Sequence[Any]) -> dict[str, _Memory]:
             if op.type in _ALIASES:
                 found[name] = found[op.inputs[0].name]
                 continue
-            size = _bytes(output)
+            size = _tf.bytes_of(output)
             if index in lists:
                 # Lists of one tensor share its memory.
                 inner, size = lists[index]
                 key = f"{op.name}/{inner}"
             elif op.type == "TensorListFromTensor":
-                size = _bytes(op.inputs[0])
+                size = _tf.bytes_of(op.inputs[0])
             elif op.type in _WEIGHTS and name not in batch and name not in seeds:
                 size = 0
             new = _Memory(size, place, is_batch=name in batch, by_rows=name in batch)
@@ -311,14 +311,8 @@ def _mark_gradients(
                 gradients += nodes[one.made].inputs
 
 
-def _bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor; 0 without a static shape, or if it isn't data."""
-    elements = _elements(tensor)
-    return elements * tensor.dtype.size if elements and tensor.dtype.size else 0
-
-
 def _elements(tensor: Any) -> int:
-    return tensor.shape.num_elements() or 0 if tensor.shape.rank is not None else 0
+    return tensor.shape.num_elements() or 0
 
 
 def _flops(op: Any) -> float:
@@ -419,5 +413,5 @@ def _loop_lists(loop: Any) -> dict[int, tuple[str, int]]:
             elif item.op.type in _ALIASES:
                 item = item.op.inputs[0]
         if item.dtype.size and item.op.type not in _WEIGHTS:
-            found[index] = item.name, count * _bytes(item)
+            found[index] = item.name, count * _tf.bytes_of(item)
     return found

@@ -229,10 +229,8 @@ def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def begin_with_batch(
-    original: Original, trainer: Any, step_function: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Replace `_make_function`: begin a step when its batch is there.
+def begun_with_batch(step_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that begins when its batch is there.
 
     Otherwise operations that need no batch, as `iterations.assign_add(1)`, are run or
     not at the end of data: on other devices they don't know yet that there is none.
@@ -244,9 +242,7 @@ def begin_with_batch(
         with tf.control_dependencies([leaf for leaf in leaves if tf.is_tensor(leaf)]):
             return step_function(data)
 
-    placed = placer_of(trainer.distribute_strategy) is not None
-    made: Callable[..., Any] = original(trainer, step if placed else step_function)
-    return made
+    return step
 
 
 def name_the_lost(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,27 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from keras.src.callbacks import (
-    backup_and_restore,
-    csv_logger,
-    history,
-    model_checkpoint,
-    orbax_checkpoint,
-    progbar_logger,
-    tensorboard,
-)
 
 from kerasdist._keras import file_writers as writers
 from kerasdist._keras import learning_rate
 from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current, setting
-from kerasdist._keras.learning_rate import (
-    base_rate,
-    rates_of,
-    set_base_rate,
-    set_rates,
-    settable,
-)
 from kerasdist._keras.protocols import AsyncHooks, dynamic_hooks, hooks_of
 from kerasdist._keras.shared_state import JobCallback, statistics_of
 from kerasdist._keras.training import fit_loop
@@ -40,13 +24,13 @@ from kerasdist._tf.patching import Original
 
 # They have batch methods, but never stop the training in them.
 _NEVER_STOP = (
-    history.History,
-    progbar_logger.ProgbarLogger,
-    model_checkpoint.ModelCheckpoint,
-    backup_and_restore.BackupAndRestore,
-    csv_logger.CSVLogger,
-    orbax_checkpoint.OrbaxCheckpoint,
-    tensorboard.TensorBoard,
+    keras.callbacks.History,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.OrbaxCheckpoint,
+    keras.callbacks.TensorBoard,
 )
 
 
@@ -63,7 +47,7 @@ def flush_accumulators(original: Original, self: Any, *args: Any, **kwargs: Any)
 
 def _kept_path(callback: Any) -> Path | None:
     """Return the file of what compressors keep, in the folder of a local backup."""
-    if not isinstance(callback, backup_and_restore.BackupAndRestore):
+    if not isinstance(callback, keras.callbacks.BackupAndRestore):
         return None
     folder = str(callback.backup_dir)
     return None if "://" in folder else Path(folder) / "kerasdist_kept.npz"
@@ -85,11 +69,11 @@ def on_epoch_end(original: Original, self: Any, *args: Any, **kwargs: Any) -> An
     hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is not None and hooks.workers.replicas > 1:
         model.stop_training = hooks.consensus.any_of(bool(model.stop_training))
-        for optimizer in settable(model):
-            rate = base_rate(optimizer)
+        for optimizer in learning_rate.settable(model):
+            rate = learning_rate.base_rate(optimizer)
             chief = hooks.consensus.of_chief(rate)
             if chief != rate:
-                set_base_rate(optimizer, chief)
+                learning_rate.set_base_rate(optimizer, chief)
     take_over()
     if current.fitting and model is not None:
         fit_loop.after_epoch(model)
@@ -99,7 +83,7 @@ def on_epoch_end(original: Original, self: Any, *args: Any, **kwargs: Any) -> An
         epochs = (self.params or {}).get("epochs")
         if epoch is not None and epochs is not None and epoch + 1 < epochs:
             evaluated = getattr(model, "_eval_epoch_iterator", None) is not None
-            known = {**rates_of(model), "evaluated": evaluated}
+            known = {**learning_rate.rates_of(model), "evaluated": evaluated}
             dynamic.admit(epoch + 1, known, statistics_of(model))
     return result
 
@@ -146,7 +130,7 @@ def on_train_begin(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
         return result
     model._initial_epoch, known = dynamic.join(statistics_of(model))
     current.joined = True
-    set_rates(model, known)
+    learning_rate.set_rates(model, known)
     if known["evaluated"]:
         # The others use one iterator, made by `fit`, for all their evaluations. From
         # now on every worker makes a new one each time.
@@ -220,7 +204,7 @@ def _dynamic_hooks(model: Any) -> AsyncHooks | None:
 def _count_all(callbacks: Any, steps: int) -> None:
     """Set the length of an epoch of unknown length in the progress bar."""
     for callback in callbacks:
-        if isinstance(callback, progbar_logger.ProgbarLogger) and (
+        if isinstance(callback, keras.callbacks.ProgbarLogger) and (
             callback.target is None
         ):
             callback.seen = max(callback.seen, steps, 1)

@@ -15,8 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from keras.src.callbacks import callback_list, progbar_logger
-from keras.src.ops import convert_to_numpy
+import keras
 from keras.src.utils import io_utils
 
 from kerasdist._keras.chief_failover import ChiefFailover, take_over
@@ -28,9 +27,9 @@ from kerasdist._keras.elastic.evaluation import renew_prediction, repeated
 from kerasdist._keras.elastic.finished_calls import (
     adopt,
     calls_of,
+    changed,
     plain,
     refuse_newcomer,
-    result_of_fit,
 )
 from kerasdist._keras.elastic.joining import depart, join
 from kerasdist._keras.elastic.step import ContinuableStep
@@ -54,9 +53,7 @@ from kerasdist._keras.shared_state import (
     take_epoch,
 )
 from kerasdist._keras.training.logs import numbers_of, whole_logs
-from kerasdist._keras.training.optimizers import (
-    open_window,
-)
+from kerasdist._keras.training.optimizers import open_window
 from kerasdist._keras.training.weight_updates import embedding_tables, moves_all_rows
 from kerasdist._keras.unscoped_models import warn_if_outside
 from kerasdist._tf.patching import Original
@@ -108,7 +105,7 @@ def _digest(words: Any) -> str:
 # The progress bar of a job in which another worker may become the chief.
 
 
-class ChiefProgressBar(progbar_logger.ProgbarLogger):
+class ChiefProgressBar(keras.callbacks.ProgbarLogger):
     """A progress bar that only the present chief shows.
 
     A new chief shows it from the present step on.
@@ -172,12 +169,12 @@ def show_on_chief(arguments: dict[str, Any], rank: Callable[[], int]) -> bool:
     given = arguments.get("callbacks")
     if arguments.get("verbose", "auto") == 0:
         return True
-    if isinstance(given, callback_list.CallbackList):
+    if isinstance(given, keras.callbacks.CallbackList):
         # An evaluation in `fit`, with its callbacks.
         return any(isinstance(each, ChiefProgressBar) for each in given.callbacks)
     found = list(given) if isinstance(given, (list, tuple)) else [given]
     found = [each for each in found if each is not None]
-    if any(isinstance(each, progbar_logger.ProgbarLogger) for each in found):
+    if any(isinstance(each, keras.callbacks.ProgbarLogger) for each in found):
         return False
     arguments["callbacks"] = [*found, ChiefProgressBar(rank)]
     return True
@@ -189,9 +186,8 @@ def without_bars(callbacks: Sequence[Any]) -> list[Any]:
     Those belong to the state of the training, and are the same on all workers. A bar is
     often shown on the chief alone, by `verbose=2 if strategy.is_chief else 0`.
     """
-    return [
-        each for each in callbacks if not isinstance(each, progbar_logger.ProgbarLogger)
-    ]
+    bar = keras.callbacks.ProgbarLogger
+    return [each for each in callbacks if not isinstance(each, bar)]
 
 
 def finish_epoch(original: Original, trainer: Any, logs: Any) -> Any:
@@ -377,7 +373,8 @@ def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
                 hooks.consensus.any_of(False)
                 take_over()
                 if is_outermost and not hooks.elastic.joining:
-                    calls_of(hooks, hooks.elastic).finish("fit", hooks, result_of_fit())
+                    states = changed(current.callbacks, current.begun)
+                    calls_of(hooks, hooks.elastic).finish("fit", hooks, states)
                 if current.resumption is not None:
                     current.resumption.end()
             return result
@@ -485,7 +482,7 @@ def _continuable_step_of(trainer: Any) -> ContinuableStep | None:
 def _start_line(hooks: KerasHooks, trainer: Any) -> str:
     parts = [(hooks.dynamic or hooks).data.describe()]
     try:
-        rate = float(convert_to_numpy(trainer.optimizer.learning_rate))
+        rate = float(keras.ops.convert_to_numpy(trainer.optimizer.learning_rate))
         parts.append(f"learning rate {rate:g}")
     except (AttributeError, TypeError, ValueError):
         pass

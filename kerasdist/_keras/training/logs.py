@@ -79,12 +79,12 @@ class LastLogs:
         present = numbers[weights > 0] if total else numbers
         shares = weights[weights > 0] / total if total else np.full(len(kept), 0.0)
         mean = shares @ present
-        found: dict[_Path, Any] = {}
-        start = 0
-        for path, shape in self._paths:
-            size = int(np.prod(shape))
-            found[path] = mean[start : start + size].reshape(shape)
-            start += size
+        ends = np.cumsum([int(np.prod(shape)) for _, shape in self._paths])
+        parts = np.split(mean, ends[:-1])
+        found = {
+            path: part.reshape(shape)
+            for (path, shape), part in zip(self._paths, parts, strict=True)
+        }
         return total, bool((weights > 0).all()), found
 
 

@@ -21,9 +21,9 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
-from keras.src.optimizers import base_optimizer, sgd
-from keras.src.optimizers.schedules import learning_rate_schedule
+from keras.src.optimizers import base_optimizer
 
 from kerasdist import _tf
 from kerasdist._keras.context import current, setting
@@ -161,17 +161,15 @@ def adopt_model(trainer: Any) -> None:
     """
     strategy = trainer.distribute_strategy
     hooks = hooks_of(strategy)
-    if hooks is None:
-        if timer_of(strategy) is not None:
-            for optimizer in optimizers_of(trainer):
-                _adopt_optimizer(strategy, optimizer)
+    if timer_of(strategy) is None:
         return
-    if trainer._distribute_strategy is None:
+    if hooks is not None and trainer._distribute_strategy is None:
         check_not_local(trainer)
         trainer._distribute_strategy = strategy
     for optimizer in optimizers_of(trainer):
         _adopt_optimizer(strategy, optimizer)
-    _adopt(hooks, [*trainer.variables, *trainer.metrics_variables])
+    if hooks is not None:
+        _adopt(hooks, [*trainer.variables, *trainer.metrics_variables])
 
 
 def adopt_in_step(hooks: KerasHooks, optimizer: Any, weights: Iterable[Any]) -> None:
@@ -332,10 +330,9 @@ def apply(
         if _tf.in_parts() and _is_linear(inner):
             # How many different rows there are changes with each batch.
             with _tf.outside_of_xla():
-                is_sparse = [isinstance(each, tf.IndexedSlices) for each in reduced]
                 reduced = [
-                    padded(each) if sparse else each
-                    for each, sparse in zip(reduced, is_sparse, strict=True)
+                    padded(each) if isinstance(each, tf.IndexedSlices) else each
+                    for each in reduced
                 ]
         for i, kind in enumerate(kinds):
             if kind == WHOLE:
@@ -449,7 +446,7 @@ def learning_rate(original: Original, optimizer: Any) -> Any:
     The factor of `ScaleLearningRate` is applied, too: see `learning_rate`.
     """
     schedule, steps = optimizer._learning_rate, None
-    if isinstance(schedule, learning_rate_schedule.LearningRateSchedule):
+    if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
         steps = shared_steps(optimizer)
     rate = original(optimizer) if steps is None else schedule(steps)
     return scaled(optimizer, rate)
@@ -482,6 +479,6 @@ def _is_linear(optimizer: Any) -> bool:
     """
     if optimizer.gradient_accumulation_steps:
         return True
-    return type(optimizer) is sgd.SGD and not (
+    return type(optimizer) is keras.optimizers.SGD and not (
         optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue
     )

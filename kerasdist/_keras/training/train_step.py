@@ -25,7 +25,7 @@ from kerasdist._keras.elastic.step import ElasticStep
 from kerasdist._keras.global_batch.gradients import TapeGradients, are_unseen
 from kerasdist._keras.global_batch.step_state import StepState
 from kerasdist._keras.placement.layers import placer_of
-from kerasdist._keras.placement.trainer import plan_for_data
+from kerasdist._keras.placement.trainer import begun_with_batch, plan_for_data
 from kerasdist._keras.preemption import StepAlone
 from kerasdist._keras.protocols import (
     KerasHooks,
@@ -136,10 +136,14 @@ def make_function(
     """Replace `_make_function`: count a step's rows, and raise the lost worker.
 
     It makes the train and the test function. `*_on_batch` gets this worker's part of
-    the batch; the error after a loss isn't that of a failed operation.
+    the batch; the error after a loss isn't that of a failed operation. With a placement
+    a step begins when its batch is there.
     """
-    hooks = hooks_of(trainer.distribute_strategy)
-    timer = timer_of(trainer.distribute_strategy) if current.training else None
+    strategy = trainer.distribute_strategy
+    hooks = hooks_of(strategy)
+    timer = timer_of(strategy) if current.training else None
+    if placer_of(strategy) is not None:
+        step_function = begun_with_batch(step_function)
     if hooks is None:
         if timer is None:
             return original(trainer, step_function)

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import optimizers
 
 from kerasdist import _tf
 from kerasdist._keras.context import current
@@ -142,8 +141,8 @@ _LEAST_BYTES = 1 << 20
 
 
 def _is_large(table: Any) -> bool:
-    size = (table.shape.num_elements() or 0) * table.dtype.size
-    return bool(size >= _LEAST_BYTES and table.dtype in (tf.float32, tf.float64))
+    is_float = table.dtype in (tf.float32, tf.float64)
+    return is_float and _tf.bytes_of(table) >= _LEAST_BYTES
 
 
 def update_compiled(update: Callable[..., Any], table: Any, slices: Any) -> Any:
@@ -231,11 +230,11 @@ def share_tables(gradients: Sequence[Any], variables: Sequence[Any]) -> None:
 
 # Without momentum, their steps are a product with the gradient.
 _FOLLOW_GRADIENTS = (
-    optimizers.Adadelta,
-    optimizers.Adafactor,
-    optimizers.Adagrad,
-    optimizers.RMSprop,
-    optimizers.SGD,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adafactor,
+    keras.optimizers.Adagrad,
+    keras.optimizers.RMSprop,
+    keras.optimizers.SGD,
 )
 
 
