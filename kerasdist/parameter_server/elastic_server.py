@@ -16,7 +16,6 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable
-from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
@@ -43,7 +42,6 @@ from kerasdist.parameter_server.server.server import (
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline, Timeouts, daemon
-from kerasdist.transport.framing import read_record
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
@@ -156,7 +154,7 @@ class ElasticServer(ServerTask):
         # Processes that have closed a strategy, and may create another one.
         self._staying: set[Hashable] = set()
         self._arrivals = itertools.count()
-        self._listener = self._listen()
+        self._listen()
         # After all that may fail: it has a thread.
         self._heartbeat = Heartbeat(
             f"kerasdist-watch server {self.index}",
@@ -189,10 +187,8 @@ class ElasticServer(ServerTask):
     def _serve(self) -> None:
         patience = Deadline(self._timeouts.startup)
         while not self._stop.is_set():
-            for rank, connection, hello in self._listener.pending.take_any(
-                self._session, PURPOSE, _LOOK_SECONDS, self._stop
-            ):
-                self._receive(rank, connection, hello)
+            for arrival in self._take(PURPOSE, EpochRequest, _LOOK_SECONDS, self._stop):
+                self._receive(*arrival)
                 patience = Deadline(self._timeouts.startup)
             self._drop_ended()
             latest = self._latest
@@ -247,13 +243,8 @@ class ElasticServer(ServerTask):
     # Requests.
 
     def _receive(
-        self, rank: int, connection: Connection, hello: dict[str, Any]
+        self, rank: int, connection: Connection, request: EpochRequest
     ) -> None:
-        try:
-            request = read_record(hello, EpochRequest, "A request")
-        except errors.ProtocolError as error:
-            refuse(connection, str(error))
-            return
         what, number = request.request, request.epoch
         if request.settings != self._agreed:
             theirs, mine = request.settings, self._agreed

@@ -380,7 +380,7 @@ class Snapshotter:
     def _run(self) -> None:
         settings = self._settings
         seconds, updates = settings.snapshot_seconds, settings.snapshot_updates
-        at, count, tables = time.monotonic(), self._tables.updates, 0
+        at, count = time.monotonic(), self._tables.updates
         while True:
             left = _LONGEST_WAIT
             if seconds is not None:
@@ -394,10 +394,7 @@ class Snapshotter:
             done = self._tables.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
-            # A table's first values at once: from then on the server can be restarted.
-            new = due or len(self._tables.tables) != tables
-            if new or many or (late and done != count):
-                tables = len(self._tables.tables)
+            if due or many or (late and done != count):
                 try:
                     self.write()
                 except SnapshotError as error:

@@ -35,7 +35,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
@@ -142,11 +142,11 @@ def _serve_part(cluster: Cluster, served: Successor, part: int) -> Successor | N
         cluster,
         settings,
         timeouts=served.timeouts,
-        on_table=opened,
         on_start=started if tolerant else None,
         session=session_name(cluster, part),
     )
     server.handler.on_split = split
+    server.handler.tables.on_table = opened
     members = server.handler.membership
     if tolerant:
         # Before it is reported to any worker, which then ends.
@@ -320,6 +320,9 @@ def session_name(cluster: Cluster, part: int = 0) -> str:
     return f"{name}-{part}" if part else name
 
 
+_Hello = TypeVar("_Hello")
+
+
 class ServerTask(abc.ABC):
     """The task of a server, which `ParameterServer` and `ElasticServer` serve.
 
@@ -354,8 +357,28 @@ class ServerTask(abc.ABC):
         self._closed = False
         self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
 
-    def _listen(self) -> Listener:
-        return Listener.acquire(self.address, self._secret, self._timeouts.startup)
+    def _listen(self) -> None:
+        self._listener = Listener.acquire(
+            self.address, self._secret, self._timeouts.startup
+        )
+
+    def _take(
+        self,
+        purpose: str,
+        kind: type[_Hello],
+        seconds: float,
+        stop: threading.Event | None = None,
+    ) -> list[tuple[int, Connection, _Hello]]:
+        """Wait for connections of workers; return them. Damaged ones are refused."""
+        arrived: list[tuple[int, Connection, _Hello]] = []
+        for rank, connection, hello in self._listener.pending.take_any(
+            *(self._session, purpose, seconds, stop)
+        ):
+            try:
+                arrived.append((rank, connection, read_record(hello, kind, "A hello")))
+            except ProtocolError as error:
+                refuse(connection, str(error))
+        return arrived
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -375,8 +398,6 @@ class ParameterServer(ServerTask):
         cluster: The job; this process is one of its `servers`.
         settings: The job's settings; the workers' must be the same.
         timeouts: The time limit of each phase.
-        on_table: Called with the layout of each table when the chief has sent its
-            first values, for instance to print this server's part.
         on_start: Called when all workers are connected, before the job begins; at a
             server that continues from a snapshot, at once.
         session: The name of the session; by default `session_name`.
@@ -404,7 +425,6 @@ class ParameterServer(ServerTask):
         settings: ServerSettings,
         *,
         timeouts: Timeouts | None = None,
-        on_table: Callable[[Layout], None] | None = None,
         on_start: Callable[[], None] | None = None,
         session: str | None = None,
         once: bool = False,
@@ -417,17 +437,16 @@ class ParameterServer(ServerTask):
         size = len(cluster.workers)
         self.handler = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),
-            on_table,
         )
         self._on_start = on_start
         self._registrar = Registrar(
             *(self.handler, self.address, cluster.workers),
-            *(lambda seconds: self._take(seconds, self._stop), self._stop),
+            *(lambda seconds: self._arrivals(seconds, self._stop), self._stop),
             last_received=lambda worker: self._control.last_received(worker),
             once=once,
         )
         try:
-            self._listener = self._listen()
+            self._listen()
         except BaseException:
             self.handler.close()
             raise
@@ -471,17 +490,13 @@ class ParameterServer(ServerTask):
         # Workers of a snapshot that don't reconnect aren't waited for for ever.
         patience = Deadline(self._settings.restart_timeout)
         while not self._stop.is_set():
-            new = self._take(LOOK_SECONDS, self._stop)
-            for arrival in (*new, *self._registrar.waiting()):
-                self._let_in(*arrival)
+            self._admit(LOOK_SECONDS, self._stop)
             if self.handler.resumed and patience.expired:
                 self._give_up_on_absent(patience)
         # Workers that connect to a failed job are sent the reason.
         goodbye = Deadline(GOODBYE_SECONDS)
         while not (members.over or goodbye.expired or self._closed):
-            new = self._take(_SHORT_LOOK_SECONDS)
-            for arrival in (*new, *self._registrar.waiting()):
-                self._let_in(*arrival)
+            self._admit(_SHORT_LOOK_SECONDS)
         with members.changed:
             members.check()
             finished = any(worker.state == "finished" for worker in members.workers)
@@ -528,21 +543,14 @@ class ParameterServer(ServerTask):
         for worker, connection in pending:
             self._open_control(worker, connection, joined=False)
 
-    def _take(
+    def _arrivals(
         self, seconds: float, stop: threading.Event | None = None
     ) -> list[Arrival]:
-        """Return the connections of workers; others are refused."""
-        arrived: list[Arrival] = []
-        for rank, connection, hello in self._listener.pending.take_any(
-            *(self._session, PURPOSE, seconds, stop)
-        ):
-            try:
-                found = read_record(hello, ServerHello, "A hello")
-            except ProtocolError as error:
-                refuse(connection, str(error))
-                continue
-            arrived.append((rank, connection, found))
-        return arrived
+        return self._take(PURPOSE, ServerHello, seconds, stop)
+
+    def _admit(self, seconds: float, stop: threading.Event | None = None) -> None:
+        for arrival in (*self._arrivals(seconds, stop), *self._registrar.waiting()):
+            self._let_in(*arrival)
 
     def _let_in(self, rank: int, connection: Connection, hello: ServerHello) -> None:
         try:

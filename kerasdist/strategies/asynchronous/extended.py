@@ -166,27 +166,22 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
     def _meet(self, number: int) -> None:
         self._dynamic.weights.pull_if_dirty(f"ends pass {number} of {self._dynamic}")
 
-    def next_in_graph(self) -> tuple[Any, Any]:
-        """Return whether there's another batch, and the batch, in a graph."""
-        return self._operations(at_end=self._nothing)
+    def next_in_graph(self, *, required: bool = False) -> tuple[Any, Any]:
+        """Return whether there's another batch, and the batch, in a graph.
 
-    def next_or_error(self) -> Any:
-        """Return the next batch in a graph; it raises OutOfRangeError at the end."""
-
-        def stop() -> list[Any]:
-            raise StopIteration
-
-        return self._operations(at_end=stop)[1]
-
-    def _operations(self, at_end: Callable[[], list[Any]]) -> tuple[Any, Any]:
+        Args:
+            required: Whether it raises OutOfRangeError at the end.
+        """
         devices = self._workers.devices
         spec = self.element_spec
         flat = tf.nest.flatten(spec, expand_composites=True)
 
         def take() -> list[Any]:
             batch = self.take()
+            if batch is None and required:
+                raise StopIteration
             if batch is None:
-                return [np.bool_(False), *at_end()]
+                return [np.bool_(False), *self._nothing()]
             leaves = []
             for index in range(len(devices)):
                 part = _tf.select_replica(index, batch)
@@ -234,7 +229,7 @@ class LoopIterator(_tf.DistributedIterator):
 
     def __next__(self) -> Any:
         if not _tf.executing_eagerly():
-            return self._loop.next_or_error()
+            return self._loop.next_in_graph(required=True)[1]
         batch = self._loop.take()
         if batch is None:
             raise StopIteration
