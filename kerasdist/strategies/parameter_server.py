@@ -24,7 +24,8 @@ from kerasdist.parameter_server.elastic_link import ServerLink
 from kerasdist.parameter_server.elastic_server import run_elastic_server
 from kerasdist.parameter_server.layout import MODES
 from kerasdist.parameter_server.membership import Successor
-from kerasdist.parameter_server.server.server import run_server, session_name
+from kerasdist.parameter_server.server.registration import session_name
+from kerasdist.parameter_server.server.server import run_server
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
 from kerasdist.strategies.devices import check_devices

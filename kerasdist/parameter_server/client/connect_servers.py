@@ -32,8 +32,7 @@ from kerasdist.parameter_server.membership import (
     WorkerRecord,
 )
 from kerasdist.parameter_server.server.handler import RequestHandler
-from kerasdist.parameter_server.server.registration import PURPOSE
-from kerasdist.parameter_server.server.server import session_name
+from kerasdist.parameter_server.server.registration import PURPOSE, session_name
 from kerasdist.transport import log
 from kerasdist.transport.base import Aborted, Connection, connection_pair
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon

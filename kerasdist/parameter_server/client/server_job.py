@@ -89,9 +89,8 @@ class ServerJob(Supervisor):
         self._uses = {1}
         self._on_failure = on_failure
         self._changed = threading.Condition()
-        # The same while a thread reports it, and that thread.
+        # The same while a thread reports it.
         self._failing: errors.CollectiveError | None = None
-        self._reporting: int | None = None
         self.closed = False
         self._met = 0
         self._calls = threading.RLock()
@@ -178,14 +177,12 @@ class ServerJob(Supervisor):
             step = max(error.step, self.step)
             error = errors.WorkerLost(error.rank, error.host, step, error.reason)
         with self._changed:
-            # A server in this process may reply to the goodbye in the same thread.
-            if self._failing is not None and self._reporting != threading.get_ident():
+            if self._failing is not None:
                 self._changed.wait_for(
                     lambda: self._failure is not None, _REPORTING_SECONDS
                 )
-            if self._failing is not None:
                 return self._failure or self._failing
-            self._failing, self._reporting = error, threading.get_ident()
+            self._failing = error
         # First the launcher and the servers: once the failure is set another thread may
         # end the process, and a server that doesn't know why would name this worker.
         try:
