@@ -30,7 +30,7 @@ from kerasdist.parameter_server.client.connect_servers import (
     no_servers,
 )
 from kerasdist.parameter_server.layout import ServerSettings
-from kerasdist.parameter_server.server.server import session_name
+from kerasdist.parameter_server.server.registration import session_name
 from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
 from kerasdist.transport.framing import Count
@@ -123,11 +123,6 @@ class EpochAnswer:
 def agreed(settings: ServerSettings, min_workers: int) -> dict[str, Any]:
     """Return the settings that are the same on all tasks, as JSON values."""
     return {**settings.agreed(), "min_workers": min_workers}
-
-
-def names(servers: Sequence[int], addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of servers in messages."""
-    return tuple(f"server {index} ({addresses[index]})" for index in servers)
 
 
 # Seconds in which a server that lives answers.
@@ -527,7 +522,8 @@ class ServerLink:
                     raise lost from error
             raise
         self._is_first = False
-        return ServerGroup(client, names(layout.servers, self.servers))
+        names = [f"server {index} ({self.servers[index]})" for index in layout.servers]
+        return ServerGroup(client, tuple(names))
 
     def leave(self, group: Connected, error: BaseException | None) -> None:
         """See `Link.leave`."""

@@ -21,8 +21,6 @@ from typing import Any
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.elastic.groups import elastic_timeouts
-from kerasdist.errors import ServerLost, WorkerLost
-from kerasdist.parameter_server.channel import Traffic
 from kerasdist.parameter_server.elastic_link import (
     PURPOSE,
     EpochAnswer,
@@ -32,21 +30,21 @@ from kerasdist.parameter_server.elastic_link import (
 )
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.handler import Load, share_in_words
-from kerasdist.parameter_server.server.registration import different_settings
-from kerasdist.parameter_server.server.server import (
-    FLUSH_SECONDS,
-    ParameterServer,
+from kerasdist.parameter_server.server.registration import (
+    LOOK_SECONDS,
     ServerTask,
+    different_settings,
+)
+from kerasdist.parameter_server.server.server import (
+    ParameterServer,
     log_line,
     name_of,
+    serve_logged,
 )
-from kerasdist.transport import log
 from kerasdist.transport.base import Connection
 from kerasdist.transport.deadline import Deadline, Timeouts, daemon
-from kerasdist.transport.framing import read_record
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Heartbeat
-from kerasdist.transport.liveness.launcher_pipe import ServerReporter
 from kerasdist.transport.rendezvous.dial import answer, refuse
 
 # The process of a parameter server of an elastic job: its output, and its end.
@@ -88,21 +86,9 @@ def run_elastic_server(
     log_line(
         f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}, elastic."
     )
-    try:
-        stats = server.serve()
-    except (WorkerLost, ServerLost):
-        # It may end before the lost task does.
-        ServerReporter(cluster.task_index).gave_up()
-        raise
-    log_line(
-        f"{name} has finished: {stats['epochs']:,} epochs, {stats['requests']:,} "
-        f"requests, {stats['bytes_received']:,} bytes received, "
-        f"{stats['bytes_sent']:,} sent."
-    )
-    log.flush(FLUSH_SECONDS)
+    serve_logged(cluster, server)
 
 
-_LOOK_SECONDS = 0.25
 _JOIN_SECONDS = 10.0
 # For connecting the members of an epoch.
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 1e6
@@ -150,13 +136,12 @@ class ElasticServer(ServerTask):
         # Those that are replaced by a later one, until their threads have ended.
         self._replaced: list[_Epoch] = []
         self._totals: collections.Counter[str] = collections.Counter()
-        self._traffic = Traffic()
         # Questions about a job's next epoch.
         self._questions: list[tuple[EpochRequest, Connection]] = []
         # Processes that have closed a strategy, and may create another one.
         self._staying: set[Hashable] = set()
         self._arrivals = itertools.count()
-        self._listener = self._listen()
+        self._listen()
         # After all that may fail: it has a thread.
         self._heartbeat = Heartbeat(
             f"kerasdist-watch server {self.index}",
@@ -165,34 +150,20 @@ class ElasticServer(ServerTask):
             on_end=lambda key, reason: self._staying.discard(key),
         )
 
-    def serve(self) -> dict[str, int]:
-        """Serve until all workers have left, or none has connected for too long.
+    def _stats(self) -> dict[str, Any]:
+        return {name: self._totals[name] for name in ("epochs", "requests")}
 
-        Returns:
-            "epochs": the number of epochs, "requests", "bytes_received" and
-            "bytes_sent": of all workers' requests and of the replies.
+    def _serve(self) -> None:
+        """Serve until all workers have left, or none has connected for too long.
 
         Raises:
             StartupError: Not all workers have connected at the start.
             CollectiveError: The last epoch has failed, and no worker has finished.
         """
-        try:
-            self._serve()
-        finally:
-            self.close()
-        return {
-            **{name: self._totals[name] for name in ("epochs", "requests")},
-            "bytes_received": self._traffic.bytes_received,
-            "bytes_sent": self._traffic.bytes_sent,
-        }
-
-    def _serve(self) -> None:
         patience = Deadline(self._timeouts.startup)
         while not self._stop.is_set():
-            for rank, connection, hello in self._listener.pending.take_any(
-                self._session, PURPOSE, _LOOK_SECONDS, self._stop
-            ):
-                self._receive(rank, connection, hello)
+            for arrival in self._take(PURPOSE, EpochRequest, LOOK_SECONDS, self._stop):
+                self._receive(*arrival)
                 patience = Deadline(self._timeouts.startup)
             self._drop_ended()
             latest = self._latest
@@ -247,13 +218,8 @@ class ElasticServer(ServerTask):
     # Requests.
 
     def _receive(
-        self, rank: int, connection: Connection, hello: dict[str, Any]
+        self, rank: int, connection: Connection, request: EpochRequest
     ) -> None:
-        try:
-            request = read_record(hello, EpochRequest, "A request")
-        except errors.ProtocolError as error:
-            refuse(connection, str(error))
-            return
         what, number = request.request, request.epoch
         if request.settings != self._agreed:
             theirs, mine = request.settings, self._agreed
@@ -352,13 +318,9 @@ class ElasticServer(ServerTask):
         epoch.end()
 
     def _drop_ended(self) -> None:
-        kept = []
-        for question, connection in self._questions:
-            if connection.ended:
-                connection.close()
-            else:
-                kept.append((question, connection))
-        self._questions = kept
+        for each in [each for each in self._questions if each[1].ended]:
+            self._questions.remove(each)
+            each[1].close()
 
 
 def _answer(connection: Connection, layout: EpochServers | None = None) -> None:

@@ -166,10 +166,6 @@ class Table:
         for mine, copy in zip(self.dense, out, strict=True):
             np.copyto(copy, mine)
 
-    def changed(self, since: int) -> list[Indices]:
-        """Return the rows that changed after version `since`, for each of `rows`."""
-        return [np.flatnonzero(versions > since) for versions in self.versions]
-
 
 def _check_like(parts: Sequence[Array], own: Sequence[Array], what: str) -> None:
     given = [(part.dtype, part.shape) for part in parts]
@@ -232,8 +228,8 @@ class Clocks:
     @property
     def least(self) -> int:
         """The least clock of workers that aren't parked; if all are, the greatest."""
-        active = [c for r, c in self._clocks.items() if r not in self._parked]
-        return min(active) if active else max(self._clocks.values(), default=0)
+        greatest = max(self._clocks.values(), default=0)
+        return min(self._others(None).values(), default=greatest)
 
     def clock(self, rank: int) -> int | None:
         """Return a worker's clock; None if it isn't a member."""
@@ -251,11 +247,11 @@ class Clocks:
         """
         if self.max_staleness is None or rank not in self._clocks:
             return True
-        return self._others(rank, clock) >= clock - self.max_staleness
+        return not self.blocking(rank, clock)
 
     def staleness(self, rank: int, clock: int) -> int:
         """Return the steps that the slowest is behind one that has finished `clock`."""
-        return max(0, clock - self._others(rank, clock))
+        return max(0, clock - min(self._others(rank).values(), default=clock))
 
     def observe(self, rank: int, staleness: int) -> None:
         """Note that a worker has read at this staleness."""
@@ -264,11 +260,7 @@ class Clocks:
     def blocking(self, rank: int, clock: int) -> list[int]:
         """Return the workers that this one has to wait for."""
         bound = clock - (self.max_staleness or 0)
-        return sorted(
-            r
-            for r, c in self._clocks.items()
-            if r != rank and r not in self._parked and c < bound
-        )
+        return sorted(r for r, c in self._others(rank).items() if c < bound)
 
     def join(self, rank: int, clock: int | None = None) -> int:
         """Add a worker, perhaps once more; return its clock.
@@ -303,11 +295,10 @@ class Clocks:
             self._clocks[rank] = top
             self._parked.discard(rank)
 
-    def _others(self, rank: int, clock: int) -> int:
-        return min(
-            (c for r, c in self._clocks.items() if r != rank and r not in self._parked),
-            default=clock,
-        )
+    def _others(self, rank: int | None) -> dict[int, int]:
+        """Return the clocks of the workers beside this one that aren't parked."""
+        away = {rank, *self._parked}
+        return {r: c for r, c in self._clocks.items() if r not in away}
 
 
 # Makes arrays in the next reply.
@@ -350,8 +341,8 @@ class ServedTable:
     def changed_rows(self, since: int) -> list[Array]:
         """Return indices and rows, for each sparse piece; the caller holds `lock`."""
         found: list[Array] = []
-        changed = self.table.changed(since)
-        for indices, rows in zip(changed, self.table.rows, strict=True):
+        for versions, rows in zip(self.table.versions, self.table.rows, strict=True):
+            indices = np.flatnonzero(versions > since)
             narrow = np.int32 if len(rows) < 2**31 else np.int64
             found += [indices.astype(narrow), rows[indices]]
         return found

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +90,21 @@ def write_snapshot(
     Raises:
         SnapshotError: It can't be written; the last one is unchanged.
     """
-    try:
+    with _naming(f"A snapshot can't be written to {path}", _ROOM):
         return write_arrays(path, header, arrays)
+
+
+# What may be the cause of an error in writing.
+_ROOM = " Is there room, and may this process write there?"
+
+
+@contextlib.contextmanager
+def _naming(what: str, hint: str = "") -> Iterator[None]:
+    """Turn an error of the file system into a `SnapshotError`."""
+    try:
+        yield
     except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: Path, error: OSError) -> SnapshotError:
-    return SnapshotError(
-        f"A snapshot can't be written to {path}: {error.strerror or error}. Is there "
-        "room, and may this process write there?"
-    )
+        raise SnapshotError(f"{what}: {error.strerror or error}.{hint}") from error
 
 
 def read_snapshot(path: Path) -> tuple[dict[str, Any], list[Array]] | None:
@@ -109,14 +113,13 @@ def read_snapshot(path: Path) -> tuple[dict[str, Any], list[Array]] | None:
     Raises:
         SnapshotError: It is damaged, or no snapshot of this version.
     """
-    try:
-        return read_arrays(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise _failed(path, "read", error) from error
-    except ValueError as error:
-        raise _unusable(path, str(error)) from error
+    with _naming(f"The snapshot {path} can't be read"):
+        try:
+            return read_arrays(path)
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise _unusable(path, str(error)) from error
 
 
 def remove_snapshot(path: Path) -> None:
@@ -125,15 +128,8 @@ def remove_snapshot(path: Path) -> None:
     Raises:
         SnapshotError: It can't be removed.
     """
-    try:
+    with _naming(f"The snapshot {path} can't be removed"):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise _failed(path, "removed", error) from error
-
-
-def _failed(path: Path, what: str, error: OSError) -> SnapshotError:
-    why = error.strerror or error
-    return SnapshotError(f"The snapshot {path} can't be {what}: {why}.")
 
 
 def _unusable(path: Path, why: str) -> SnapshotError:
@@ -170,7 +166,7 @@ class SnapshotLock:
         self._path = path.with_name(f".{path.name}.lock")
         self._descriptor = -1
         deadline = Deadline(seconds)
-        try:
+        with _naming(f"A snapshot can't be written to {path}", _ROOM):
             path.parent.mkdir(parents=True, exist_ok=True)
             while not self._take():
                 if deadline.expired:
@@ -182,8 +178,6 @@ class SnapshotLock:
                         "replaces, end it first."
                     )
                 time.sleep(_PAUSE_SECONDS)
-        except OSError as error:
-            raise _unwritable(path, error) from error
         # A forked child would hold the lock while it runs.
         close_in_children(self)
 
@@ -380,7 +374,7 @@ class Snapshotter:
     def _run(self) -> None:
         settings = self._settings
         seconds, updates = settings.snapshot_seconds, settings.snapshot_updates
-        at, count, tables = time.monotonic(), self._tables.updates, 0
+        at, count = time.monotonic(), self._tables.updates
         while True:
             left = _LONGEST_WAIT
             if seconds is not None:
@@ -394,10 +388,7 @@ class Snapshotter:
             done = self._tables.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
-            # A table's first values at once: from then on the server can be restarted.
-            new = due or len(self._tables.tables) != tables
-            if new or many or (late and done != count):
-                tables = len(self._tables.tables)
+            if due or many or (late and done != count):
                 try:
                     self.write()
                 except SnapshotError as error:

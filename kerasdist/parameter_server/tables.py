@@ -121,7 +121,6 @@ class ServedTables:
         server: Index of the server.
         settings: The job's settings.
         membership: The workers.
-        on_table: Called with the layout of each new table.
 
     Attributes:
         mode: As in `settings`.
@@ -129,6 +128,8 @@ class ServedTables:
         seed: Random; that of server 0 is the workers'.
         first_values: Those of variables that steps create, by number, until all
             workers have them.
+        on_table: Called with the layout of each table when the chief has sent its
+            first values, or None.
     """
 
     def __init__(
@@ -136,7 +137,6 @@ class ServedTables:
         server: int,
         settings: ServerSettings,
         membership: Membership,
-        on_table: Callable[[Layout], None] | None = None,
     ) -> None:
         self.mode = settings.mode
         self.updates = 0
@@ -148,7 +148,7 @@ class ServedTables:
         self._server = server
         self._max_staleness = settings.max_staleness
         self._membership = membership
-        self._on_table = on_table
+        self.on_table: Callable[[Layout], None] | None = None
 
     # For workers.
 
@@ -218,15 +218,15 @@ class ServedTables:
                         "`snapshot_dir`, or an empty one."
                     )
                 )
-            if served.clocks.clock(worker.rank) is None:
-                served.clocks.join(worker.rank)
             clock = served.clocks.clock(worker.rank)
-        if made is not None and self._on_table is not None:
-            self._on_table(layout)
+            if clock is None:
+                clock = served.clocks.join(worker.rank)
+        if made is not None and self.on_table is not None:
+            self.on_table(layout)
         with served.lock:
             values = served.whole()
             version = served.table.version
-        opened = Opened(crc=checksum_of(values), version=version, clock=clock or 0)
+        opened = Opened(crc=checksum_of(values), version=version, clock=clock)
         return to_object(opened), values
 
     def first_value(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -25,7 +24,8 @@ from kerasdist.parameter_server.elastic_link import ServerLink
 from kerasdist.parameter_server.elastic_server import run_elastic_server
 from kerasdist.parameter_server.layout import MODES
 from kerasdist.parameter_server.membership import Successor
-from kerasdist.parameter_server.server.server import run_server, session_name
+from kerasdist.parameter_server.server.registration import session_name
+from kerasdist.parameter_server.server.server import run_server
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
 from kerasdist.strategies.devices import check_devices
@@ -259,12 +259,13 @@ class ParameterServerStrategy(DataParallelStrategy):
             self._traffic = link.traffic
             extended = ElasticExtended
         else:
-            shared = SharedClient.get(place, settings, timeouts, transport, len(names))
-            job, self._events = shared.client, shared.events
-            leave = shared.leaving()
-            self._traffic = shared.client.traffic
+            client = _shared_client(place, settings, timeouts, transport, len(names))
+            job, leave = client, _leaving(client)
+            self._traffic = client.traffic
+            if mode == "async":
+                self._events = client.events
             if alone is not None:
-                job, leave = JobAlone(shared.client, alone.grace), None
+                job, leave = JobAlone(client, alone.grace), None
                 extended = ExtendedAlone
         # A worker that is alone trains as one process does.
         if mode == "async" and (place.size > 1 or snapshot_dir is not None):
@@ -352,12 +353,8 @@ class _Served(SystemExit):
     """Ends a server's process in the constructor, when the job is over."""
 
 
-# The events of other workers, recorded and logged.
-
-
-def _note(events: list[Event], event: Event) -> None:
-    """Append an event to a list, and log it, since the others go on."""
-    events.append(event)
+def _log_event(event: Event) -> None:
+    """Log the event of another worker, since the others go on."""
     if event.kind == "lost":
         log_in_background(
             logging.WARNING,
@@ -392,116 +389,99 @@ def _note(events: list[Event], event: Event) -> None:
 _AGAIN_SECONDS = 20.0
 
 # By the servers' addresses.
-_clients: dict[tuple[str, ...], SharedClient] = {}
+_clients: dict[tuple[str, ...], _SharedClient] = {}
 # Whether these serve elastic strategies.
 _elastic: dict[tuple[str, ...], bool] = {}
 
 
-class SharedClient:
-    """The connection of one process to its servers. Made by `SharedClient.get`.
-
-    Args:
-        client: The connection.
-        kept: The settings of all strategies that use it, by their names.
-        part: How often the script has continued with other settings.
-        events: The events of other workers, which the connection appends to.
+@dataclasses.dataclass(frozen=True)
+class _SharedClient:
+    """The connection of one process to its servers.
 
     Attributes:
-        client: As given.
-        events: As given.
+        client: The connection.
+        kept: The settings of all strategies that use it.
+        part: How often the script has continued with other settings.
     """
 
-    def __init__(
-        self,
-        client: ServerClient,
-        kept: dict[str, Any],
-        part: int,
-        events: list[Event],
-    ) -> None:
-        self.client = client
-        self.events = events
-        self._kept = kept
-        self._part = part
+    client: ServerClient
+    kept: tuple[ServerSettings, Timeouts, str, int]
+    part: int
 
-    @classmethod
-    def get(
-        cls,
-        place: Cluster,
-        settings: ServerSettings,
-        timeouts: Timeouts,
-        transport: str,
-        replicas: int,
-    ) -> SharedClient:
-        """Return the connection for another strategy; connect for the first one.
 
-        Args:
-            place: This task's place in the cluster.
-            settings: The servers' settings.
-            timeouts: How long each phase may take.
-            transport: As that of the strategy.
-            replicas: The number of this worker's replicas.
+def _shared_client(
+    place: Cluster,
+    settings: ServerSettings,
+    timeouts: Timeouts,
+    transport: str,
+    replicas: int,
+) -> ServerClient:
+    """Return the connection for another strategy; connect for the first one.
 
-        Raises:
-            ClusterError: An error closed an earlier strategy, and no other servers were
-                started since.
-        """
-        kept = {**dataclasses.asdict(settings), **dataclasses.asdict(timeouts)}
-        kept |= {"transport": transport, "replicas": replicas}
-        found = _clients.get(place.servers)
-        part = 0
-        if found is not None and not found.client.closed and found._kept != kept:
-            part = found._part + 1
-            found.client.close(
-                successor=Successor(settings=settings, timeouts=timeouts)
-            )
-            found = None
-        if found is not None and found.client.closed:
-            # Its servers have ended, but may have been started again.
-            startup = min(timeouts.startup, _AGAIN_SECONDS)
-            timeouts = dataclasses.replace(timeouts, startup=startup)
-        if found is None or found.client.closed:
-            events: list[Event] = []
-            is_async = settings.mode == "async"
-            session = session_name(place, part)
-            try:
-                client = connect_servers(
-                    place,
-                    settings,
-                    timeouts=timeouts,
-                    replicas=replicas,
-                    transport=transport,
-                    on_event=functools.partial(_note, events) if is_async else None,
-                    on_failure=Reporter(session, place.rank or 0).failed,
-                    join_barrier=is_async,
-                    session=session,
-                )
-            except (StartupError, ServerLost) as error:
-                if found is None:
-                    raise
-                raise ClusterError(
-                    "An error closed an earlier strategy of this script, and so ended "
-                    "the job's servers. Received: another ParameterServerStrategy with "
-                    f"the servers {list(place.servers)}; no new ones were found within "
-                    f"{timeouts.startup:g} s. Start the job again."
-                ) from error
-            found = cls(client, kept, part, events)
-            if place.servers:
-                _clients[place.servers] = found
-            return found
-        found.client.use_again()
-        return found
+    Args:
+        place: This task's place in the cluster.
+        settings: The servers' settings.
+        timeouts: How long each phase may take.
+        transport: As that of the strategy.
+        replicas: The number of this worker's replicas.
 
-    def leaving(self) -> Callable[[BaseException | None], None]:
-        """Return what a strategy calls at its end, with the error that ended it."""
-        client, use = self.client, self.client.use
+    Raises:
+        ClusterError: An error closed an earlier strategy, and no other servers were
+            started since.
+    """
+    kept = settings, timeouts, transport, replicas
+    found = _clients.get(place.servers)
+    part = 0
+    if found is not None and not found.client.closed:
+        if found.kept == kept:
+            found.client.use_again()
+            return found.client
+        part = found.part + 1
+        found.client.close(successor=Successor(settings=settings, timeouts=timeouts))
+        found = None
+    if found is not None:
+        # Its servers have ended, but may have been started again.
+        startup = min(timeouts.startup, _AGAIN_SECONDS)
+        timeouts = dataclasses.replace(timeouts, startup=startup)
+    is_async = settings.mode == "async"
+    session = session_name(place, part)
+    try:
+        client = connect_servers(
+            place,
+            settings,
+            timeouts=timeouts,
+            replicas=replicas,
+            transport=transport,
+            on_event=_log_event if is_async else None,
+            on_failure=Reporter(session, place.rank or 0).failed,
+            join_barrier=is_async,
+            session=session,
+        )
+    except (StartupError, ServerLost) as error:
+        if found is None:
+            raise
+        raise ClusterError(
+            "An error closed an earlier strategy of this script, and so ended the "
+            "job's servers. Received: another ParameterServerStrategy with the "
+            f"servers {list(place.servers)}; no new ones were found within "
+            f"{timeouts.startup:g} s. Start the job again."
+        ) from error
+    if place.servers:
+        _clients[place.servers] = _SharedClient(client, kept, part)
+    return client
 
-        def leave(error: BaseException | None = None) -> None:
-            if error is not None or not client.cluster.servers:
-                client.close(error)
-            else:
-                client.leave(use)
 
-        return leave
+def _leaving(client: ServerClient) -> Callable[[BaseException | None], None]:
+    """Return what a strategy calls at its end, with the error that ended it."""
+    use = client.use
+
+    def leave(error: BaseException | None = None) -> None:
+        if error is not None or not client.cluster.servers:
+            client.close(error)
+        else:
+            client.leave(use)
+
+    return leave
 
 
 def note_elastic(place: Cluster, *, elastic: bool) -> None:

@@ -79,9 +79,9 @@ class Servers(Ranks):
             server_place(self.workers, self.addresses, index),
             self.settings,
             timeouts=self.timeouts,
-            on_table=self.layouts.append,
         )
         server.handler.on_split = self.splits.append
+        server.handler.tables.on_table = self.layouts.append
         self.servers[index:] = [server, *self.servers[index + 1 :]]
 
         def serve() -> None:

@@ -23,7 +23,7 @@ from kerasdist.parameter_server.client.server_job import (
     ServerConnection,
     ServerJob,
 )
-from kerasdist.parameter_server.layout import Layout, ServerSettings
+from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.membership import (
     Event,
     Goodbye,
@@ -32,8 +32,7 @@ from kerasdist.parameter_server.membership import (
     WorkerRecord,
 )
 from kerasdist.parameter_server.server.handler import RequestHandler
-from kerasdist.parameter_server.server.registration import PURPOSE
-from kerasdist.parameter_server.server.server import session_name
+from kerasdist.parameter_server.server.registration import PURPOSE, session_name
 from kerasdist.transport import log
 from kerasdist.transport.base import Aborted, Connection, connection_pair
 from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
@@ -318,7 +317,6 @@ def connect_servers(
     transport: str = "auto",
     on_event: Callable[[Event], None] | None = None,
     on_failure: Callable[[errors.CollectiveError], None] | None = None,
-    on_table: Callable[[Layout], None] | None = None,
     join_barrier: bool = False,
     session: str | None = None,
     once: bool = False,
@@ -339,7 +337,6 @@ def connect_servers(
         on_failure: Called once with the first failure, from the thread that notices it,
             before it is reported to any other process: to inform a launcher. It mustn't
             wait.
-        on_table: As for `ParameterServer`; for a server in this process.
         join_barrier: Whether a worker that starts later joins at an epoch's end, see
             `parameter_server.server.collectives`; else the others wait for it at once.
         session: The name of the session; by default `session_name`.
@@ -375,7 +372,7 @@ def connect_servers(
     address = client.peers[client.rank].address
     worker = WorkerRecord(client.rank, address, secrets.token_hex(8), replicas, "live")
     if not cluster.servers:
-        handler = RequestHandler(0, 1, 1, settings, timeouts, on_table)
+        handler = RequestHandler(0, 1, 1, settings, timeouts)
         roster = ServerRoster(
             replicas=(replicas,),
             met=handler.membership.workers[0].met,
@@ -383,7 +380,7 @@ def connect_servers(
             seed=handler.tables.seed,
         )
         worker.met = roster.met
-        client.connections.add(InProcessConnection(handler, worker, client))
+        client.connections.append(InProcessConnection(handler, worker, client))
         client.start(roster)
         return client
     secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
@@ -414,7 +411,7 @@ def connect_servers(
             )
             if once:
                 # A failure that an earlier server reports ends the wait for this one.
-                client.connections.add(connection)
+                client.connections.append(connection)
             try:
                 rosters.append(connection.open())
             finally:
@@ -424,7 +421,7 @@ def connect_servers(
                         settings.hold_weights,
                     )
             if not once:
-                client.connections.add(connection)
+                client.connections.append(connection)
             met, joining = rosters[0].met, rosters[0].joining
         client.start(rosters[0])
         resumed = any(each.resumed for each in rosters)

@@ -89,9 +89,8 @@ class ServerJob(Supervisor):
         self._uses = {1}
         self._on_failure = on_failure
         self._changed = threading.Condition()
-        # The same while a thread reports it, and that thread.
+        # The same while a thread reports it.
         self._failing: errors.CollectiveError | None = None
-        self._reporting: int | None = None
         self.closed = False
         self._met = 0
         self._calls = threading.RLock()
@@ -178,14 +177,12 @@ class ServerJob(Supervisor):
             step = max(error.step, self.step)
             error = errors.WorkerLost(error.rank, error.host, step, error.reason)
         with self._changed:
-            # A server in this process may reply to the goodbye in the same thread.
-            if self._failing is not None and self._reporting != threading.get_ident():
+            if self._failing is not None:
                 self._changed.wait_for(
                     lambda: self._failure is not None, _REPORTING_SECONDS
                 )
-            if self._failing is not None:
                 return self._failure or self._failing
-            self._failing, self._reporting = error, threading.get_ident()
+            self._failing = error
         # First the launcher and the servers: once the failure is set another thread may
         # end the process, and a server that doesn't know why would name this worker.
         try:
@@ -225,7 +222,7 @@ class ServerJob(Supervisor):
         return self.fail(error)
 
 
-class ServerConnections:
+class ServerConnections(list["ServerConnection"]):
     """The connections, by server. They are closed with this object.
 
     Args:
@@ -233,25 +230,15 @@ class ServerConnections:
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__()
         self._check = check
-        self._every: list[ServerConnection] = []
         self._pool: ThreadPoolExecutor | None = None
-
-    def __len__(self) -> int:
-        return len(self._every)
-
-    def __getitem__(self, server: int) -> ServerConnection:
-        return self._every[server]
-
-    def add(self, connection: ServerConnection) -> None:
-        """Add the connection to the next server."""
-        self._every.append(connection)
 
     def start(self) -> None:
         """Begin, when all connections have been added."""
-        if len(self._every) > 1:
+        if len(self) > 1:
             self._pool = ThreadPoolExecutor(
-                len(self._every) - 1, thread_name_prefix="kerasdist-client"
+                len(self) - 1, thread_name_prefix="kerasdist-client"
             )
 
     def request_all(self, builds: Sequence[Build]) -> list[Message]:
@@ -266,7 +253,7 @@ class ServerConnections:
         # This thread makes the first request itself, the pool's threads the others.
         results: list[Callable[[], Message]] = [
             functools.partial(connection.request, build)
-            for connection, build in zip(self._every, builds, strict=False)
+            for connection, build in zip(self, builds, strict=False)
         ]
         if len(results) > 1 and self._pool is not None:
             try:
@@ -288,27 +275,27 @@ class ServerConnections:
     @property
     def transports(self) -> list[str]:
         """The transport of each server: "tcp" or "shared_memory"."""
-        return [connection.kind for connection in self._every]
+        return [connection.kind for connection in self]
 
     def ended(self, server: Hashable, reason: str) -> None:
         """Handle the end of a server's control connection."""
-        for connection in self._every:
+        for connection in self:
             if connection.index == server:
                 connection.ended(reason)
 
     def send_goodbye(self, goodbye: Goodbye) -> None:
         """Send all servers a goodbye."""
-        for connection in self._every:
+        for connection in self:
             connection.send_goodbye(goodbye)
 
     def abort(self) -> None:
         """End every wait. Safe from any thread."""
-        for connection in self._every:
+        for connection in self:
             connection.abort()
 
     def close(self) -> None:
         """Release sockets and threads. Can be called twice."""
-        for connection in self._every:
+        for connection in self:
             connection.close()
         if self._pool is not None:
             self._pool.shutdown()

@@ -129,17 +129,31 @@ REMEMBERED = 32
 _MOST_QUEUES = 256
 
 
+@dataclasses.dataclass
+class _EpochQueue:
+    """The queue of a dataset's present epoch.
+
+    Attributes:
+        epoch: Number of the epoch.
+        number: The next one to be assigned.
+        known: After a restart: the claims that workers report, and those below `top`
+            since then.
+        top: The largest claim before the restart; -1 without one.
+    """
+
+    epoch: int
+    number: int = 0
+    known: set[int] = dataclasses.field(default_factory=set)
+    top: int = -1
+
+
 class BatchQueue:
     """The queues of one job. Safe for threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By dataset: its epoch, and the next number of that.
-        self._queues: dict[int, tuple[int, int]] = {}
-        # By dataset, after a restart: the last claims that the workers report, and the
-        # numbers among those that no worker has.
-        self._known: dict[int, set[int]] = {}
-        self._unclaimed: dict[int, list[int]] = {}
+        # By dataset.
+        self._queues: dict[int, _EpochQueue] = {}
 
     def claim(self, dataset: int, epoch: int, limit: int, last: int) -> int:
         """Return the next number of a queue.
@@ -155,28 +169,25 @@ class BatchQueue:
             The number, or -1: there are none left.
         """
         with self._lock:
-            present, number = self._queues.get(dataset, (epoch, 0))
-            if epoch < present:
+            queue = self._present(dataset, epoch)
+            if queue is None:
                 return -1
-            if epoch > present:
-                number = 0
-                self._forget(dataset)
-            unclaimed = self._next_unclaimed(dataset, last)
-            if unclaimed is not None:
-                return unclaimed
-            number = max(number, last + 1)
+            # First those that no worker has, because the reply was lost.
+            for number in range(max(last, queue.top - REMEMBERED) + 1, queue.top):
+                if number not in queue.known:
+                    queue.known.add(number)
+                    return number
+            number = queue.number = max(queue.number, last + 1)
             if 0 <= limit <= number or number >= END:
-                self._queues[dataset] = epoch, number
                 return -1
-            self._queues[dataset] = epoch, number + 1
-            while len(self._queues) > _MOST_QUEUES:
-                del self._queues[next(iter(self._queues))]
+            queue.number += 1
             return number
 
     def resume(self, dataset: int, epoch: int, numbers: Sequence[int]) -> None:
         """Add the claims of a worker that reconnects after a restart of the server.
 
-        All of them reconnect before the next claim.
+        All of them reconnect before the next claim, or are late: then no number between
+        their claims is assigned, since another worker may have got it meanwhile.
 
         Args:
             dataset: Number of the dataset.
@@ -184,30 +195,22 @@ class BatchQueue:
             numbers: The last claims in that, up to `REMEMBERED` numbers.
         """
         with self._lock:
-            present, number = self._queues.get(dataset, (epoch, 0))
-            if epoch < present or not numbers:
+            queue = self._present(dataset, epoch) if numbers else None
+            if queue is None:
                 return
-            if epoch > present:
-                number = 0
-                self._forget(dataset)
-            self._queues[dataset] = epoch, max(number, max(numbers) + 1)
-            self._known.setdefault(dataset, set()).update(numbers)
+            queue.known.update(numbers)
+            if queue.number == queue.top + 1:
+                queue.top = max(queue.top, *numbers)
+            queue.number = max(queue.number, max(numbers) + 1)
 
-    def _forget(self, dataset: int) -> None:
-        self._known.pop(dataset, None)
-        self._unclaimed.pop(dataset, None)
-
-    def _next_unclaimed(self, dataset: int, last: int) -> int | None:
-        known = self._known.pop(dataset, None)
-        if known is not None:
-            top = max(known)
-            first = max(0, top - REMEMBERED + 1)
-            self._unclaimed[dataset] = [n for n in range(first, top) if n not in known]
-        unclaimed = self._unclaimed.get(dataset, [])
-        found = next((n for n in unclaimed if n > last), None)
-        if found is not None:
-            unclaimed.remove(found)
-        return found
+    def _present(self, dataset: int, epoch: int) -> _EpochQueue | None:
+        """Return the queue of an epoch; None if that is over."""
+        queue = self._queues.get(dataset)
+        if queue is None or epoch > queue.epoch:
+            queue = self._queues[dataset] = _EpochQueue(epoch)
+            while len(self._queues) > _MOST_QUEUES:
+                del self._queues[next(iter(self._queues))]
+        return queue if epoch == queue.epoch else None
 
 
 # No message has more numbers than this: 256 GB, or what the machine has.
@@ -315,7 +318,6 @@ class RequestHandler:
         size: Number of workers.
         settings: The job's settings.
         timeouts: `collective` bounds every wait for other workers.
-        on_table: Called with the layout of each new table.
 
     Attributes:
         server: As given.
@@ -344,7 +346,6 @@ class RequestHandler:
         size: int,
         settings: ServerSettings,
         timeouts: Timeouts,
-        on_table: Callable[[Layout], None] | None = None,
     ) -> None:
         self.server = server
         self.servers = servers
@@ -357,10 +358,10 @@ class RequestHandler:
         self._requests = 0
         self.batch_queue = BatchQueue()
         self.membership = Membership(size, settings.mode)
-        self.tables = ServedTables(server, settings, self.membership, on_table)
+        self.tables = ServedTables(server, settings, self.membership)
         self._operations: dict[type[Any], Callable[[Any, Asked], Reply]] = {
             **{Meet: self._meet, Open: self._open, First: self._first},
-            **{Push: self._push, Pull: self.tables.pull, Claim: self._claim},
+            **{Push: self.tables.push, Pull: self.tables.pull, Claim: self._claim},
             **{Enter: self._enter, Split: self._split},
             Stats: lambda request, asked: (self.stats(), []),
         }
@@ -490,6 +491,9 @@ class RequestHandler:
         self._requests += kind is not Enter
         asked = Asked(worker, message, channel, Deadline(self._timeouts.collective))
         meta, arrays = self._operations[kind](request, asked)
+        if self.snapshotter is not None and kind in (Open, Push):
+            # A table's first values at once: from then on it can be restarted.
+            self.snapshotter.request(at_once=kind is Open)
         return Message(FrameType.REPLY, message.call, meta, arrays)
 
     def _meet(self, request: Meet, asked: Asked) -> Reply:
@@ -515,10 +519,7 @@ class RequestHandler:
     def _open(self, request: Open, asked: Asked) -> Reply:
         self.membership.note_use(asked.worker, request.use)
         layout = Layout(request.variables, self.servers)
-        reply = self.tables.open(request, asked, layout)
-        if self.snapshotter is not None:
-            self.snapshotter.request(at_once=True)
-        return reply
+        return self.tables.open(request, asked, layout)
 
     def _first(self, request: First, asked: Asked) -> Reply:
         if len(asked.message.arrays) != 1:
@@ -528,12 +529,6 @@ class RequestHandler:
             )
         (value,) = asked.message.arrays
         return {}, self.tables.first_value(asked.worker, request.number, value)
-
-    def _push(self, request: Push, asked: Asked) -> Reply:
-        reply = self.tables.push(request, asked)
-        if self.snapshotter is not None:
-            self.snapshotter.request()
-        return reply
 
     def _claim(self, request: Claim, asked: Asked) -> Reply:
         self._await_claims(asked.deadline)

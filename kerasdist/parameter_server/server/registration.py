@@ -1,5 +1,7 @@
 """The registration of workers at a server: at the start, and later.
 
+A `ServerTask` listens for workers; a `Registrar` admits or refuses them.
+
 At the start it waits for all workers, each once; if some have other settings, it
 refuses all of them at once. Later a worker may reconnect after a restart of the server,
 or, with mode="async", a new process with a lost worker's rank may join.
@@ -7,11 +9,19 @@ or, with mode="async", a new process with a lost worker's rank may join.
 
 from __future__ import annotations
 
+import abc
+import hashlib
+import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeVar
 
 from kerasdist import errors
+from kerasdist.cluster import Cluster
+from kerasdist.errors import ProtocolError
+from kerasdist.parameter_server.channel import Traffic
 from kerasdist.parameter_server.membership import (
     ServerHello,
     WorkerProgress,
@@ -19,14 +29,17 @@ from kerasdist.parameter_server.membership import (
 )
 from kerasdist.parameter_server.server.handler import RequestHandler
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.deadline import Deadline, Timeouts
+from kerasdist.transport.framing import read_record
 from kerasdist.transport.rendezvous.dial import refuse
+from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
     WaitingNotice,
     ranks_in_words,
 )
+from kerasdist.transport.tls import checked_secret
 
 PURPOSE = "server"
 # Seconds during which arriving workers are refused because the job has failed.
@@ -47,6 +60,130 @@ def different_settings(server: int, rank: int, theirs: object, mine: object) -> 
         f"Received: {theirs!r}, here {mine!r}. Give all tasks the same arguments."
     )
 
+
+# The task of a server: it listens, and takes the hellos of workers.
+
+
+def session_name(cluster: Cluster, part: int = 0) -> str:
+    """Return the name of the session of a cluster's servers, the same in all tasks.
+
+    Args:
+        cluster: The job.
+        part: How often the script has continued with other settings.
+    """
+    # In any order: a server that is taken for another one is reported later.
+    text = json.dumps([cluster.workers, sorted(cluster.servers)])
+    name = "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{name}-{part}" if part else name
+
+
+_Hello = TypeVar("_Hello")
+
+
+class ServerTask(abc.ABC):
+    """The task of a server, which `ParameterServer` and `ElasticServer` serve.
+
+    Args:
+        cluster: The job; this process is one of its `servers`.
+        timeouts: The time limit of each phase.
+        session: The name of the session; by default `session_name`.
+        traffic: Counts the workers' requests, and the replies; by default those of this
+            server alone.
+
+    Attributes:
+        index: Index among the servers.
+        address: Its address.
+
+    Raises:
+        ValueError: This process is no server of the cluster.
+        ClusterError: There is no secret where one is needed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        timeouts: Timeouts | None,
+        session: str | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        if cluster.task_type != "ps":
+            raise ValueError(
+                "A parameter server is a 'ps' task. Received: task_type="
+                f"{cluster.task_type!r}, task_index={cluster.task_index}."
+            )
+        self.index = cluster.task_index
+        self.address = cluster.servers[self.index]
+        self._timeouts = timeouts or Timeouts()
+        self._session = session or session_name(cluster)
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._traffic = traffic or Traffic()
+        self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
+
+    def _listen(self) -> None:
+        self._listener = Listener.acquire(
+            self.address, self._secret, self._timeouts.startup
+        )
+
+    def _take(
+        self,
+        purpose: str,
+        kind: type[_Hello],
+        seconds: float,
+        stop: threading.Event | None = None,
+    ) -> list[tuple[int, Connection, _Hello]]:
+        """Wait for connections of workers; return them. Damaged ones are refused."""
+        arrived: list[tuple[int, Connection, _Hello]] = []
+        for rank, connection, hello in self._listener.pending.take_any(
+            *(self._session, purpose, seconds, stop)
+        ):
+            try:
+                arrived.append((rank, connection, read_record(hello, kind, "A hello")))
+            except ProtocolError as error:
+                refuse(connection, str(error))
+        return arrived
+
+    def serve(self) -> dict[str, Any]:
+        """Serve until the job is over; then close.
+
+        Returns:
+            `_stats` at the end, "bytes_received" and "bytes_sent": of all workers'
+            requests and of the replies.
+
+        Raises:
+            KerasDistError: As `_serve`.
+        """
+        try:
+            self._serve()
+        finally:
+            self.close()
+        return {
+            **self._stats(),
+            "bytes_received": self._traffic.bytes_received,
+            "bytes_sent": self._traffic.bytes_sent,
+        }
+
+    @abc.abstractmethod
+    def _serve(self) -> None:
+        """Serve until the job is over."""
+
+    @abc.abstractmethod
+    def _stats(self) -> dict[str, Any]:
+        """Return statistics, as a JSON object."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close all connections and threads. Can be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# The admission of workers at a `ParameterServer`.
 
 # A worker's rank, its connection, and its hello.
 Arrival = tuple[int, Connection, ServerHello]

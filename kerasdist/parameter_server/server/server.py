@@ -26,20 +26,17 @@ that watches the control connections, one per worker that serves its requests.
 
 from __future__ import annotations
 
-import abc
 import collections
 import functools
-import hashlib
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
-from kerasdist.errors import ProtocolError, ServerLost, WorkerLost
+from kerasdist.errors import ServerLost, WorkerLost
 from kerasdist.parameter_server.channel import Channel, Traffic
 from kerasdist.parameter_server.layout import Layout, ServerSettings
 from kerasdist.parameter_server.membership import (
@@ -62,6 +59,8 @@ from kerasdist.parameter_server.server.registration import (
     PURPOSE,
     Arrival,
     Registrar,
+    ServerTask,
+    session_name,
 )
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
@@ -76,14 +75,12 @@ from kerasdist.transport.framing import (
 from kerasdist.transport.liveness.failure_protocol import encode, hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.liveness.launcher_pipe import ServerReporter
-from kerasdist.transport.rendezvous.dial import answer, refuse
-from kerasdist.transport.rendezvous.listener import Listener
+from kerasdist.transport.rendezvous.dial import answer
 from kerasdist.transport.rendezvous.startup import host_key
-from kerasdist.transport.tls import checked_secret
 
 # The process of a parameter server: its output, and its reports to the launcher.
 
-FLUSH_SECONDS = 1.0
+_FLUSH_SECONDS = 1.0
 
 
 def run_server(
@@ -142,11 +139,11 @@ def _serve_part(cluster: Cluster, served: Successor, part: int) -> Successor | N
         cluster,
         settings,
         timeouts=served.timeouts,
-        on_table=opened,
         on_start=started if tolerant else None,
         session=session_name(cluster, part),
     )
     server.handler.on_split = split
+    server.handler.tables.on_table = opened
     members = server.handler.membership
     if tolerant:
         # Before it is reported to any worker, which then ends.
@@ -157,19 +154,25 @@ def _serve_part(cluster: Cluster, served: Successor, part: int) -> Successor | N
     log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for table in server.handler.tables.tables.values():  # those of a snapshot
         opened(table.layout)
+    serve_logged(cluster, server)
+    return members.successor
+
+
+def serve_logged(cluster: Cluster, server: ServerTask) -> None:
+    """Serve until the job is over, and log the traffic."""
     try:
         stats = server.serve()
     except (WorkerLost, ServerLost):
         # It may end before the lost task does.
-        launcher.gave_up()
+        ServerReporter(cluster.task_index).gave_up()
         raise
+    epochs = f"{stats['epochs']:,} epochs, " if "epochs" in stats else ""
     log_line(
-        f"{name} has finished: {stats['requests']:,} requests, "
+        f"{name_of(cluster)} has finished: {epochs}{stats['requests']:,} requests, "
         f"{stats['bytes_received']:,} bytes received, {stats['bytes_sent']:,} sent"
-        f"{_staleness_in_words(stats['tables'])}."
+        f"{_staleness_in_words(stats.get('tables', []))}."
     )
-    log.flush(FLUSH_SECONDS)
-    return members.successor
+    log.flush(_FLUSH_SECONDS)
 
 
 def _staleness_in_words(tables: list[dict[str, Any]]) -> str:
@@ -307,67 +310,6 @@ _JOIN_SECONDS = 10.0
 _SHORT_LOOK_SECONDS = 0.05
 
 
-def session_name(cluster: Cluster, part: int = 0) -> str:
-    """Return the name of the session of a cluster's servers, the same in all tasks.
-
-    Args:
-        cluster: The job.
-        part: How often the script has continued with other settings.
-    """
-    # In any order: a server that is taken for another one is reported later.
-    text = json.dumps([cluster.workers, sorted(cluster.servers)])
-    name = "servers-" + hashlib.sha256(text.encode()).hexdigest()[:16]
-    return f"{name}-{part}" if part else name
-
-
-class ServerTask(abc.ABC):
-    """The task of a server, which `ParameterServer` and `ElasticServer` serve.
-
-    Args:
-        cluster: The job; this process is one of its `servers`.
-        timeouts: The time limit of each phase.
-        session: The name of the session; by default `session_name`.
-
-    Attributes:
-        index: Index among the servers.
-        address: Its address.
-
-    Raises:
-        ValueError: This process is no server of the cluster.
-        ClusterError: There is no secret where one is needed.
-    """
-
-    def __init__(
-        self, cluster: Cluster, timeouts: Timeouts | None, session: str | None = None
-    ) -> None:
-        if cluster.task_type != "ps":
-            raise ValueError(
-                "A parameter server is a 'ps' task. Received: task_type="
-                f"{cluster.task_type!r}, task_index={cluster.task_index}."
-            )
-        self.index = cluster.task_index
-        self.address = cluster.servers[self.index]
-        self._timeouts = timeouts or Timeouts()
-        self._session = session or session_name(cluster)
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._secret = checked_secret((*cluster.workers, *cluster.servers), os.environ)
-
-    def _listen(self) -> Listener:
-        return Listener.acquire(self.address, self._secret, self._timeouts.startup)
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Close all connections and threads. Can be called twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
 class ParameterServer(ServerTask):
     """One server of a job: listens, and serves its workers until they have finished.
 
@@ -375,15 +317,12 @@ class ParameterServer(ServerTask):
         cluster: The job; this process is one of its `servers`.
         settings: The job's settings; the workers' must be the same.
         timeouts: The time limit of each phase.
-        on_table: Called with the layout of each table when the chief has sent its
-            first values, for instance to print this server's part.
         on_start: Called when all workers are connected, before the job begins; at a
             server that continues from a snapshot, at once.
         session: The name of the session; by default `session_name`.
         once: Whether the workers live, and connect once, as in an epoch of an elastic
             job.
-        traffic: Counts the workers' requests, and the replies; by default those of this
-            server alone.
+        traffic: As for `ServerTask`.
 
     Attributes:
         index: Index among the servers.
@@ -404,30 +343,27 @@ class ParameterServer(ServerTask):
         settings: ServerSettings,
         *,
         timeouts: Timeouts | None = None,
-        on_table: Callable[[Layout], None] | None = None,
         on_start: Callable[[], None] | None = None,
         session: str | None = None,
         once: bool = False,
         traffic: Traffic | None = None,
     ) -> None:
-        super().__init__(cluster, timeouts, session)
+        super().__init__(cluster, timeouts, session, traffic)
         self._settings = settings
         self._serving: dict[str, tuple[Channel, threading.Thread]] = {}
-        self._traffic = traffic or Traffic()
         size = len(cluster.workers)
         self.handler = RequestHandler(
             *(self.index, len(cluster.servers), size, settings, self._timeouts),
-            on_table,
         )
         self._on_start = on_start
         self._registrar = Registrar(
             *(self.handler, self.address, cluster.workers),
-            *(lambda seconds: self._take(seconds, self._stop), self._stop),
+            *(lambda seconds: self._arrivals(seconds, self._stop), self._stop),
             last_received=lambda worker: self._control.last_received(worker),
             once=once,
         )
         try:
-            self._listener = self._listen()
+            self._listen()
         except BaseException:
             self.handler.close()
             raise
@@ -437,30 +373,17 @@ class ParameterServer(ServerTask):
 
     # The whole life of a server.
 
-    def serve(self) -> dict[str, Any]:
-        """Serve until every worker has finished or is lost; then close.
+    def _stats(self) -> dict[str, Any]:
+        return self.handler.stats()
 
-        Returns:
-            `RequestHandler.stats` at the end, "bytes_received" and "bytes_sent": of all
-            workers' requests and of the replies.
+    def _serve(self) -> None:
+        """Serve until every worker has finished or is lost.
 
         Raises:
             StartupError: Workers are missing; the others were sent a refusal.
             CollectiveError: The job's failure; if all workers are lost, the loss of
                 another server that they reported, or else that of the last worker.
         """
-        try:
-            self._serve()
-            stats = self.handler.stats()
-        finally:
-            self.close()
-        return {
-            **stats,
-            "bytes_received": self._traffic.bytes_received,
-            "bytes_sent": self._traffic.bytes_sent,
-        }
-
-    def _serve(self) -> None:
         members = self.handler.membership
         if not self.handler.resumed:
             self._gather()
@@ -471,17 +394,13 @@ class ParameterServer(ServerTask):
         # Workers of a snapshot that don't reconnect aren't waited for for ever.
         patience = Deadline(self._settings.restart_timeout)
         while not self._stop.is_set():
-            new = self._take(LOOK_SECONDS, self._stop)
-            for arrival in (*new, *self._registrar.waiting()):
-                self._let_in(*arrival)
+            self._admit(LOOK_SECONDS, self._stop)
             if self.handler.resumed and patience.expired:
                 self._give_up_on_absent(patience)
         # Workers that connect to a failed job are sent the reason.
         goodbye = Deadline(GOODBYE_SECONDS)
         while not (members.over or goodbye.expired or self._closed):
-            new = self._take(_SHORT_LOOK_SECONDS)
-            for arrival in (*new, *self._registrar.waiting()):
-                self._let_in(*arrival)
+            self._admit(_SHORT_LOOK_SECONDS)
         with members.changed:
             members.check()
             finished = any(worker.state == "finished" for worker in members.workers)
@@ -528,21 +447,14 @@ class ParameterServer(ServerTask):
         for worker, connection in pending:
             self._open_control(worker, connection, joined=False)
 
-    def _take(
+    def _arrivals(
         self, seconds: float, stop: threading.Event | None = None
     ) -> list[Arrival]:
-        """Return the connections of workers; others are refused."""
-        arrived: list[Arrival] = []
-        for rank, connection, hello in self._listener.pending.take_any(
-            *(self._session, PURPOSE, seconds, stop)
-        ):
-            try:
-                found = read_record(hello, ServerHello, "A hello")
-            except ProtocolError as error:
-                refuse(connection, str(error))
-                continue
-            arrived.append((rank, connection, found))
-        return arrived
+        return self._take(PURPOSE, ServerHello, seconds, stop)
+
+    def _admit(self, seconds: float, stop: threading.Event | None = None) -> None:
+        for arrival in (*self._arrivals(seconds, stop), *self._registrar.waiting()):
+            self._let_in(*arrival)
 
     def _let_in(self, rank: int, connection: Connection, hello: ServerHello) -> None:
         try:

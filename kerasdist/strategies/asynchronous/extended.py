@@ -166,27 +166,22 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
     def _meet(self, number: int) -> None:
         self._dynamic.weights.pull_if_dirty(f"ends pass {number} of {self._dynamic}")
 
-    def next_in_graph(self) -> tuple[Any, Any]:
-        """Return whether there's another batch, and the batch, in a graph."""
-        return self._operations(at_end=self._nothing)
+    def next_in_graph(self, *, required: bool = False) -> tuple[Any, Any]:
+        """Return whether there's another batch, and the batch, in a graph.
 
-    def next_or_error(self) -> Any:
-        """Return the next batch in a graph; it raises OutOfRangeError at the end."""
-
-        def stop() -> list[Any]:
-            raise StopIteration
-
-        return self._operations(at_end=stop)[1]
-
-    def _operations(self, at_end: Callable[[], list[Any]]) -> tuple[Any, Any]:
+        Args:
+            required: Whether it raises OutOfRangeError at the end.
+        """
         devices = self._workers.devices
         spec = self.element_spec
         flat = tf.nest.flatten(spec, expand_composites=True)
 
         def take() -> list[Any]:
             batch = self.take()
+            if batch is None and required:
+                raise StopIteration
             if batch is None:
-                return [np.bool_(False), *at_end()]
+                return [np.bool_(False), *self._nothing()]
             leaves = []
             for index in range(len(devices)):
                 part = _tf.select_replica(index, batch)
@@ -234,7 +229,7 @@ class LoopIterator(_tf.DistributedIterator):
 
     def __next__(self) -> Any:
         if not _tf.executing_eagerly():
-            return self._loop.next_or_error()
+            return self._loop.next_in_graph(required=True)[1]
         batch = self._loop.take()
         if batch is None:
             raise StopIteration
@@ -331,8 +326,17 @@ class AsyncData:
             ValueError: A generator can't be divided.
         """
         del is_items  # they come by `distribute_items`, or are each worker's own
-        if generator is not None and self._data.shards:
-            _refuse_generator(self._workers.replicas)
+        replicas = self._workers.replicas
+        if generator is not None and self._data.shards and replicas > 1:
+            raise ValueError(
+                "A plain Python generator can't be divided over several replicas: it "
+                "isn't known whether each worker's generator yields the same batches "
+                f"or its own part of them. Received: a generator, with {replicas} "
+                "replicas. Use arrays, a `keras.utils.PyDataset`, or a "
+                "`tf.data.Dataset` (`tf.data.Dataset.from_generator`) of global "
+                "batches, the same on all workers; or, if each worker's generator "
+                "yields its own part, pass shard='off' to the strategy."
+            )
         made = self._of_dataset(dataset, length)
         return made, made.length
 
@@ -384,20 +388,6 @@ class AsyncData:
         """End the epoch for all workers, because one of them wants to stop."""
         if self.present is not None:
             self.present.end_for_all()
-
-
-def _refuse_generator(replicas: int) -> None:
-    if replicas == 1:
-        return
-    raise ValueError(
-        "A plain Python generator can't be divided over several replicas: it isn't "
-        "known whether each worker's generator yields the same batches or its own part "
-        f"of them. Received: a generator, with {replicas} replicas. Use arrays, a "
-        "`keras.utils.PyDataset`, or a `tf.data.Dataset` "
-        "(`tf.data.Dataset.from_generator`) of global batches, the same on all "
-        "workers; or, if each worker's generator yields its own part, pass shard='off' "
-        "to the strategy."
-    )
 
 
 # The epochs of asynchronous workers.
@@ -610,8 +600,7 @@ class AsyncExtended(SynchronousExtended):
         return workers.ops.call(first, [value], [value.dtype], [value.shape])[0]
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        if self.workers.is_evaluating:
-            return super()._call_for_each_replica(fn, args, kwargs)
+        # Not while the workers evaluate together: see `AsyncWorkers.is_local`.
         with self.workers.local_step():
             return super()._call_for_each_replica(fn, args, kwargs)
 

@@ -17,7 +17,7 @@ Work that was divided must be repeated if a worker is lost meanwhile: such a blo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class AsyncWorkers(Workers):
         client: This worker's connection to the servers.
         live: The communicator between the live workers.
         passes: The custom loops over distributed datasets that are in a pass.
+        is_evaluating: Whether a collective scope is open.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class AsyncWorkers(Workers):
     ) -> None:
         super().__init__(job, devices, ops, options)
         self.client: ServerClient = job.client
-        self.live: LiveCommunicator = job.live
+        self.live: LiveCommunicator = job.communicator
         self.passes: set[object] = set()
-        self._evaluating = 0
-        self._stepping = 0
+        self.is_evaluating = False
+        self._stepping = False
 
     @property
     def rank(self) -> int:
@@ -83,35 +84,20 @@ class AsyncWorkers(Workers):
         return self.client.rank
 
     @property
-    def is_evaluating(self) -> bool:
-        """Whether a collective scope is open."""
-        return self._evaluating > 0
-
-    @property
     def is_local(self) -> bool:
         """Whether the code that is run or traced now is this worker's own step."""
-        if self._evaluating:
+        if self.is_evaluating:
             return False
-        in_step = self._stepping > 0 or bool(self.passes)
+        in_step = self._stepping or bool(self.passes)
         return in_step or not _tf.executing_eagerly()
 
-    @contextlib.contextmanager
-    def local_step(self) -> Iterator[None]:
-        """Make the block this worker's own step."""
-        self._stepping += 1
-        try:
-            yield
-        finally:
-            self._stepping -= 1
+    def local_step(self) -> contextlib.AbstractContextManager[None]:
+        """Make a `with` block this worker's own step."""
+        return _tf.replaced(self, _stepping=True)
 
-    @contextlib.contextmanager
-    def collective_scope(self) -> Iterator[None]:
-        """Run the block on all workers, synchronously."""
-        self._evaluating += 1
-        try:
-            yield
-        finally:
-            self._evaluating -= 1
+    def collective_scope(self) -> contextlib.AbstractContextManager[None]:
+        """Run a `with` block on all workers, synchronously."""
+        return _tf.replaced(self, is_evaluating=True)
 
     @property
     def layout(self) -> ReplicaLayout:
@@ -290,7 +276,6 @@ class LiveJob:
 
     Attributes:
         communicator: The communicator of the live workers.
-        live: The same.
         has_servers: See `StrategyJob.has_servers`.
         announcements: See `StrategyJob.announcements`.
     """
@@ -299,8 +284,7 @@ class LiveJob:
 
     def __init__(self, client: ServerClient) -> None:
         self.client = client
-        self.live = LiveCommunicator(client)
-        self.communicator: Communicator = self.live
+        self.communicator = LiveCommunicator(client)
         self.announcements = client.announcements
 
     @property
@@ -308,8 +292,8 @@ class LiveJob:
         """The number of replicas of each live worker."""
         every = self.client.replicas
         if len(every) == 1:
-            return every * self.live.size
-        return tuple(every[rank] for rank in self.live.ranks)
+            return every * self.communicator.size
+        return tuple(every[rank] for rank in self.communicator.ranks)
 
     def close(self, error: BaseException | None = None) -> None:
         """See `StrategyJob.close`."""

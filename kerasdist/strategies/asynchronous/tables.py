@@ -76,7 +76,7 @@ class StepCount:
 
     def exclude_update(self) -> None:
         """Subtract an update that wasn't a step; all workers call it alike."""
-        _, offset = self._offsets.get(id(self._optimizer), (None, None))
+        offset = self._offset(self._optimizer)
         if offset is not None:
             offset.assign_sub(_window(self._optimizer))
 
@@ -98,7 +98,7 @@ class StepCount:
 
     def offset_of(self, optimizer: Any) -> int:
         """Return an optimizer's count before the first update of the table."""
-        _, offset = self._offsets.get(id(optimizer), (None, None))
+        offset = self._offset(optimizer)
         return 0 if offset is None else int(offset.numpy())
 
     def of(self, optimizer: Any) -> Any | None:
@@ -106,7 +106,7 @@ class StepCount:
 
         None for an optimizer that no `fit` has used.
         """
-        _, offset = self._offsets.get(id(optimizer), (None, None))
+        offset = self._offset(optimizer)
         if offset is None:
             return None
         window = _window(optimizer)
@@ -116,13 +116,16 @@ class StepCount:
         own = tf.convert_to_tensor(own_steps(optimizer))
         return steps + tf.cast(own, tf.int64) % window
 
+    def _offset(self, optimizer: Any) -> Any | None:
+        return self._offsets.get(id(optimizer), (None, None))[1]
+
     def _set(self, optimizer: Any, offset: int) -> None:
-        known = self._offsets.get(id(optimizer))
+        known = self._offset(optimizer)
         if known is None:
             variable = _tf.own_variable(offset, tf.int64, self._device)
             self._offsets[id(optimizer)] = optimizer, variable
         else:
-            known[1].assign(offset)
+            known.assign(offset)
 
 
 def _window(optimizer: Any) -> int:

@@ -272,8 +272,15 @@ class SharedWeights:
             rows: For each of the others what `SharedRows.read` returns.
         """
         self.dirty = True
-        changes = self._changes(values, rows)
-        return self._take(self.table.push_pull(changes))
+        changes: dict[int, Change | Rows] = {
+            index: Change(value, base)
+            for (index, base), value in zip(self._base.items(), values, strict=True)
+        }
+        for (index, part), arrays in zip(self._rows.items(), rows, strict=True):
+            changes[index] = part.change(arrays)
+        # In the order of the table's variables.
+        ordered = [changes[index] for index in range(len(self.keys))]
+        return self._take(self.table.push_pull(ordered))
 
     def changed(self) -> bool:
         """Return whether the weights were changed by anything but a step."""
@@ -285,10 +292,9 @@ class SharedWeights:
     def push(self) -> None:
         """Push this worker's change; the values received aren't assigned."""
         own = [np.asarray(parts[0]) for parts in self._copies]
-        changes = self._changes(
+        self.push_values(
             [own[index] for index in self._base], [[own[index]] for index in self._rows]
         )
-        self._take(self.table.push_pull(changes))
 
     def pull(self) -> None:
         """Take the servers' values."""
@@ -297,18 +303,6 @@ class SharedWeights:
             part.restore()
         self._note_updates(self, self.table.updates)
         self.dirty = False
-
-    def _changes(
-        self, values: Sequence[Array], rows: Sequence[Sequence[Array]]
-    ) -> list[Change | Rows]:
-        """Return the changes in the order of the table's variables."""
-        found: dict[int, Change | Rows] = {
-            index: Change(value, base)
-            for (index, base), value in zip(self._base.items(), values, strict=True)
-        }
-        for (index, part), arrays in zip(self._rows.items(), rows, strict=True):
-            found[index] = part.change(arrays)
-        return [found[index] for index in range(len(self.keys))]
 
     def _take(self, pulled: Pulled) -> list[Array]:
         """Copy received values into the base, and into arrays for TensorFlow.

@@ -65,7 +65,10 @@ def test_a_restarted_dealer_goes_on_behind_what_the_workers_have():
     batch_queue.resume(1, 3, [1, 5])
     # 4 and 6 were on their way to somebody: they go to whom they still can.
     assert [batch_queue.claim(1, 3, 12, last) for last in (5, 7, 3, 5)] == [6, 8, 4, 9]
+    # Who is back late has no say in what others have got since.
+    batch_queue.resume(1, 3, [2, 9])
     assert [batch_queue.claim(1, 3, 12, 9) for _ in range(3)] == [10, 11, -1]
+    assert batch_queue.claim(1, 3, 12, -1) == -1
 
 
 def test_after_a_restart_only_the_present_epoch_counts():
