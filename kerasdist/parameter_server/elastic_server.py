@@ -136,8 +136,8 @@ class ElasticServer(ServerTask):
         # Those that are replaced by a later one, until their threads have ended.
         self._replaced: list[_Epoch] = []
         self._totals: collections.Counter[str] = collections.Counter()
-        # Questions about a job's next epoch.
-        self._questions: list[tuple[EpochRequest, Connection]] = []
+        # Questions about a job's next epoch: rank, connection and request.
+        self._questions: list[tuple[int, Connection, EpochRequest]] = []
         # Processes that have closed a strategy, and may create another one.
         self._staying: set[Hashable] = set()
         self._arrivals = itertools.count()
@@ -209,8 +209,7 @@ class ElasticServer(ServerTask):
         self._epochs.clear()
         for each in self._replaced:
             each.join(_JOIN_SECONDS)
-        self._drop_ended()
-        for _, connection in self._questions:
+        for _, connection, _ in self._questions:
             connection.close()
         self._questions.clear()
         self._listener.release()
@@ -244,7 +243,7 @@ class ElasticServer(ServerTask):
         elif what == "ready":
             _answer(connection)
         elif what == "ask":
-            self._questions.append((request, connection))
+            self._questions.append((rank, connection, request))
         else:
             self._begin(connection, request)
 
@@ -261,17 +260,10 @@ class ElasticServer(ServerTask):
         self._epochs[request.job] = self._latest = epoch
         epoch.start()
         _answer(connection)
+        # They are answered or refused now, or wait for a later epoch.
         waiting, self._questions = self._questions, []
-        for asked, question in waiting:
-            if asked.job != request.job or asked.epoch > request.epoch:
-                self._questions.append((asked, question))
-            elif asked.epoch == request.epoch:
-                _answer(question, epoch.layout)
-            else:
-                refuse(
-                    *(question, f"Epoch {asked.epoch} of the job has ended."),
-                    final=False,
-                )
+        for question in waiting:
+            self._receive(*question)
 
     def _epoch_of(self, request: EpochRequest) -> _Epoch:
         workers = request.workers

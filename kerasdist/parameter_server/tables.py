@@ -88,6 +88,17 @@ class Open:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class First:
+    """A request for the first value of a new variable, with the worker's own.
+
+    Attributes:
+        number: The variable's number: all create theirs in one order, from 0.
+    """
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Push:
     """A request to add a step's changes, and to read; see `ServedTables.push`."""
 
@@ -229,30 +240,34 @@ class ServedTables:
         opened = Opened(crc=checksum_of(values), version=version, clock=clock)
         return to_object(opened), values
 
-    def first_value(
-        self, worker: WorkerRecord, number: int, value: Array
-    ) -> list[Array]:
+    def first_value(self, request: First, asked: Asked) -> Reply:
         """Return the first value that a worker has sent for a new variable.
 
         Steps create variables at different times on different workers.
 
         Args:
-            worker: The worker.
-            number: The variable's number: all create theirs in one order, from 0.
-            value: The worker's own value.
+            request: The variable.
+            asked: Its only array is the worker's own value.
 
         Returns:
-            The value alone in a list; nothing if all workers of that time have it: then
+            The value alone; nothing if all workers of that time have it: then
             a table has newer ones.
 
         Raises:
             CollectiveError: The job's failure; workers have different models.
+            ProtocolError: There isn't one value.
         """
-        members = self._membership
+        if len(asked.message.arrays) != 1:
+            raise errors.ProtocolError(
+                "A request is damaged. "
+                f"Received: {len(asked.message.arrays)} first values."
+            )
+        (value,) = asked.message.arrays
+        members, worker, number = self._membership, asked.worker, request.number
         with members.changed:
             members.check(worker)
             if number < self._asked.get(worker.rank, 0):
-                return []  # a process that was started again
+                return {}, []  # a process that was started again
             self._asked[worker.rank] = number + 1
             known = self.first_values.setdefault(number, np.array(value))
             if (known.shape, known.dtype) != (value.shape, value.dtype):
@@ -264,10 +279,10 @@ class ServedTables:
                         f"{known.dtype}. All workers must build the same model."
                     )
                 )
-            asked = [self._asked.get(each.rank, 0) for each in members.live()]
-            for done in [n for n in self.first_values if n < min(asked)]:
+            counts = [self._asked.get(each.rank, 0) for each in members.live()]
+            for done in [n for n in self.first_values if n < min(counts)]:
                 del self.first_values[done]
-        return [known]
+        return {}, [known]
 
     def push(self, request: Push, asked: Asked) -> Reply:
         """Add a step's changes, wait until the worker may continue, read.

@@ -355,21 +355,15 @@ class _Served(SystemExit):
 
 def _log_event(event: Event) -> None:
     """Log the event of another worker, since the others go on."""
-    if event.kind == "lost":
+    words = {
+        "lost": f"was lost at step {event.clock}: {event.reason}. The others go on.",
+        "joined": "is waiting; it joins at the end of an epoch.",
+    }
+    if event.kind in words:
         log_in_background(
             logging.WARNING,
-            "kerasdist: rank %d (%s) was lost at step %d: %s. The others go on.",
-            event.rank,
-            event.address,
-            event.clock,
-            event.reason,
-        )
-    elif event.kind == "joined":
-        log_in_background(
-            logging.WARNING,
-            "kerasdist: rank %d (%s) is waiting; it joins at the end of an epoch.",
-            event.rank,
-            event.address,
+            "kerasdist: rank %d (%s) %s",
+            *(event.rank, event.address, words[event.kind]),
         )
 
 

@@ -42,7 +42,6 @@ from kerasdist.parameter_server.server.handler import (
     Claim,
     Enter,
     Entered,
-    First,
     Load,
     Meet,
     Met,
@@ -50,6 +49,7 @@ from kerasdist.parameter_server.server.handler import (
     Stats,
     request_of,
 )
+from kerasdist.parameter_server.tables import First
 from kerasdist.transport.base import Collective
 from kerasdist.transport.deadline import Deadline, Timeouts
 from kerasdist.transport.framing import (

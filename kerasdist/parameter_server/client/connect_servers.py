@@ -29,6 +29,7 @@ from kerasdist.parameter_server.membership import (
     Goodbye,
     ServerHello,
     ServerRoster,
+    WorkerProgress,
     WorkerRecord,
 )
 from kerasdist.parameter_server.server.handler import RequestHandler
@@ -100,8 +101,14 @@ class NetworkConnection(ServerConnection):
         """Return its name, for instance `server 1 (10.0.0.9:2222)`."""
         return f"server {self.index} ({self.address})"
 
-    def open(self) -> ServerRoster:
-        """Connect at the start of the job, or join it later.
+    def connect(
+        self, deadline: Deadline, progress: WorkerProgress | None = None
+    ) -> ServerRoster:
+        """Connect at the start of the job, or join it later; or connect again.
+
+        Args:
+            deadline: When to give up.
+            progress: This worker's, for a server that was started again.
 
         Raises:
             StartupError: The server is missing, refused this worker, or not all
@@ -109,9 +116,7 @@ class NetworkConnection(ServerConnection):
             AuthenticationError: The server doesn't hold the same secret.
             ProtocolError: The process at the address isn't kerasdist.
         """
-        return self._connect(Deadline(self._job.timeouts.startup), self._hello)
-
-    def _connect(self, deadline: Deadline, hello: ServerHello) -> ServerRoster:
+        hello = dataclasses.replace(self._hello, resume=progress)
         secret, stop, rank = self._secret, self._stop, self._job.rank
         connected = threading.Event()
         enrolment = hello_of(self._session, PURPOSE, rank, hello)
@@ -211,9 +216,8 @@ class NetworkConnection(ServerConnection):
             raise self._lost(reason) from error
         self._heartbeat.drop(self.index)
         deadline = Deadline(self._job.settings.restart_timeout)
-        hello = dataclasses.replace(self._hello, resume=self._job.progress())
         try:
-            self._connect(deadline, hello)
+            self.connect(deadline, self._job.progress())
         except Aborted:
             self._job.check()
             raise
@@ -413,7 +417,7 @@ def connect_servers(
                 # A failure that an earlier server reports ends the wait for this one.
                 client.connections.append(connection)
             try:
-                rosters.append(connection.open())
+                rosters.append(connection.connect(Deadline(timeouts.startup)))
             finally:
                 if connection.unreachable:
                     cause = errors.ServerLost(

@@ -46,6 +46,7 @@ from kerasdist.parameter_server.server.collectives import Entry, ServerCollectiv
 from kerasdist.parameter_server.snapshots import Snapshotter
 from kerasdist.parameter_server.tables import (
     Asked,
+    First,
     Open,
     Pull,
     Push,
@@ -253,13 +254,6 @@ class Met:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class First:
-    """A request for the first value of a new variable, with the worker's own."""
-
-    number: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
     """A request for the next number of a queue; see `BatchQueue.claim`."""
 
@@ -360,7 +354,7 @@ class RequestHandler:
         self.membership = Membership(size, settings.mode)
         self.tables = ServedTables(server, settings, self.membership)
         self._operations: dict[type[Any], Callable[[Any, Asked], Reply]] = {
-            **{Meet: self._meet, Open: self._open, First: self._first},
+            **{Meet: self._meet, Open: self._open, First: self.tables.first_value},
             **{Push: self.tables.push, Pull: self.tables.pull, Claim: self._claim},
             **{Enter: self._enter, Split: self._split},
             Stats: lambda request, asked: (self.stats(), []),
@@ -520,15 +514,6 @@ class RequestHandler:
         self.membership.note_use(asked.worker, request.use)
         layout = Layout(request.variables, self.servers)
         return self.tables.open(request, asked, layout)
-
-    def _first(self, request: First, asked: Asked) -> Reply:
-        if len(asked.message.arrays) != 1:
-            raise ProtocolError(
-                "A request is damaged. "
-                f"Received: {len(asked.message.arrays)} first values."
-            )
-        (value,) = asked.message.arrays
-        return {}, self.tables.first_value(asked.worker, request.number, value)
 
     def _claim(self, request: Claim, asked: Asked) -> Reply:
         self._await_claims(asked.deadline)
