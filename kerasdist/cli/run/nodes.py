@@ -33,6 +33,7 @@ from kerasdist.transport.framing import read_record
 from kerasdist.transport.log import LOGGER
 from kerasdist.transport.rendezvous.dial import (
     Refused,
+    Unanswered,
     answer,
     hello_of,
     refuse,
@@ -408,11 +409,12 @@ def _ask(options: NodeOptions, mine: LauncherHello, secret: bytes) -> LauncherRo
                     f"the process at {options.rendezvous} isn't the launcher of this "
                     f"job: {error}"
                 ) from error
+            except Unanswered:
+                missing = "other hosts aren't here"
             except (OSError, EOFError) as error:
                 reason = str(error) or type(error).__name__
-            waiting.check(
-                f"host 0 isn't at {options.rendezvous}, or waits for others ({reason})"
-            )
+                missing = f"host 0 isn't at {options.rendezvous} yet ({reason})"
+            waiting.check(missing)
             time.sleep(AGAIN_SECONDS)
 
 

@@ -197,6 +197,10 @@ def answer(
         connection.write_json(kind, to_object(record), deadline)
 
 
+class Unanswered(TimeoutError):
+    """The other side is there, and hasn't answered a hello in time."""
+
+
 def register(
     address: str,
     secret: bytes,
@@ -224,6 +228,7 @@ def register(
 
     Raises:
         Refused: The other side has refused the hello.
+        Unanswered: It is there, and hasn't answered until then.
         As `dial_address`.
     """
     connected = connected or threading.Event()
@@ -237,9 +242,11 @@ def register(
         if frame is not FrameType.ROSTER:
             raise unexpected(frame)
         return connection, read_record(value, kind, "A roster")
-    except BaseException:
+    except BaseException as error:
         connected.clear()
         connection.close()
+        if isinstance(error, TimeoutError):
+            raise Unanswered(*error.args) from error
         raise
 
 

@@ -159,6 +159,21 @@ def test_a_job_that_does_not_start(tmp_path, monkeypatch, said, host, words):
     assert words in said()[-1]
 
 
+def test_a_host_says_what_is_missing_at_the_end():
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+
+    def end_of(rank, seconds):
+        options = NodeOptions(count=3, rank=rank, rendezvous=address, seconds=seconds)
+        with pytest.raises(RendezvousError) as caught, meeting(options, 1, 0, SECRET):
+            pass
+        return str(caught.value)
+
+    assert end_of(1, 1).startswith(f"host 0 isn't at {address} yet (")
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(end_of, 0, bound(4))
+        assert end_of(1, bound(2)).startswith("other hosts aren't here, after ")
+
+
 def test_who_does_not_fit_is_refused_with_the_reason():
     """Also one that holds the secret: its addresses go into all tasks' TF_CONFIG."""
     address = f"127.0.0.1:{free_ports(1)[0]}"
@@ -181,9 +196,11 @@ def test_who_does_not_fit_is_refused_with_the_reason():
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(meet)
-        for workers in ([5], [None], ["h"], ["h:\x1b[31m1"], [["h:1"]], ["h:99999"]):
-            fault = ask(tasks={"worker": workers, "ps": []})["message"]
-            assert fault.startswith(("an address of a task ", "A hello is damaged"))
+        for given in (5, None, "h", "h:\x1b[31m1", ["h:1"], "h:99999"):
+            fault = ask(tasks={"worker": [given], "ps": []})["message"]
+            is_text = isinstance(given, str)
+            what = "an address of a task " if is_text else "A hello is damaged"
+            assert fault.startswith(what)
             assert "\x1b" not in fault
         for changed, fault in (
             (
@@ -200,4 +217,5 @@ def test_who_does_not_fit_is_refused_with_the_reason():
         assert found["first"] == {"worker": 1, "ps": 0}
         cluster = found["cluster"]
         assert cluster["worker"][1:] == ["h:1"]
-        assert list(first.result(bound(60)).cluster["worker"]) == cluster["worker"]
+        mine = first.result(bound(60)).cluster
+        assert {kind: list(addresses) for kind, addresses in mine.items()} == cluster
