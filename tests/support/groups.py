@@ -95,9 +95,7 @@ def outcomes(count: int, work: Callable[[int], Any], timeout: float = 60) -> lis
     return results
 
 
-def connections(
-    pair: Sequence[socket.socket] | None = None,
-) -> tuple[Connection, Connection]:
+def connections(pair: Any = None) -> tuple[Connection, Connection]:
     """Both ends of a connection, as after a handshake."""
     return connection_pair(*(pair or socket.socketpair()))
 

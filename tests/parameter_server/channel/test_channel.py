@@ -27,13 +27,11 @@ CALL = Call(7, "all_reduce", "sum", "float32", 12, 99)
 
 
 def tcp_channels():
-    one, other = connections(tcp_pair())
-    return Channel(one), Channel(other)
+    return tuple(map(Channel, connections(tcp_pair())))
 
 
 def shared_pair():
-    one, other = connections()
-    return Channel(one, shared=True), Channel(other, shared=True)
+    return tuple(Channel(end, shared=True) for end in connections())
 
 
 PAIRS = {"tcp": tcp_channels, "shared_memory": shared_pair}

@@ -198,8 +198,7 @@ def test_who_does_not_fit_is_refused_with_the_reason():
         first = pool.submit(meet)
         for given in (5, None, "h", "h:\x1b[31m1", ["h:1"], "h:99999"):
             fault = ask(tasks={"worker": [given], "ps": []})["message"]
-            is_text = isinstance(given, str)
-            what = "an address of a task " if is_text else "A hello is damaged"
+            what = {str: "an address of a task "}.get(type(given), "A hello is damaged")
             assert fault.startswith(what)
             assert "\x1b" not in fault
         for changed, fault in (
