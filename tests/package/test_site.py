@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         places = [*ROOT.glob("*.md"), ROOT / "mkdocs.yml"]
         for folder in folders:
             found = (ROOT / folder).rglob("*.*")
-            places += [p for p in found if p.suffix not in (".pyc", ".so")]
+            places += [p for p in found if not re.search("__pycache__|[.]so$", str(p))]
         if all(place.stat().st_mtime < built for place in places):
             return made
     missing = None if MKDOCS.is_file() else "there is no mkdocs in .venv-docs"
