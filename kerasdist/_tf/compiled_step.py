@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import graphlib
 import heapq
 import math
 import re
@@ -30,6 +31,8 @@ from tensorflow.python.ops import (
     control_flow_util_v2,
     handle_data_util,
 )
+
+from kerasdist._tf.tensor_origins import outermost
 
 # Slices of few different lengths, for each of which XLA compiles a part: the eight
 # between two powers of two, so that at most an eighth is added to many slices. Those of
@@ -290,25 +293,23 @@ def _in_order(whole: Any) -> list[Any]:
                 wanted.add(before)
     found -= {inner.op for _, inner in whole.captures}
     # Not the order in which they were added: edges of effects may lead back.
-    index = {each: number for number, each in enumerate(whole.get_operations())}
-    waiting = {index[each]: set(_before(each)) & found for each in found}
-    after: dict[int, list[int]] = {}
-    for number, those in waiting.items():
-        for each in those:
-            after.setdefault(index[each], []).append(number)
-    left = {number: len(those) for number, those in waiting.items()}
-    ready = [number for number, count in left.items() if not count]
-    heapq.heapify(ready)
-    order: list[Any] = []
     operations = whole.get_operations()
-    while ready:
-        number = heapq.heappop(ready)
-        order.append(operations[number])
-        for each in after.get(number, ()):
-            left[each] -= 1
-            if not left[each]:
-                heapq.heappush(ready, each)
-    return order
+    index = {each: number for number, each in enumerate(operations)}
+    sorter = graphlib.TopologicalSorter(
+        {
+            index[each]: {index[one] for one in {*_before(each)} & found}
+            for each in found
+        }
+    )
+    sorter.prepare()
+    ready: list[int] = []
+    order = []
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heapq.heappush(ready, number)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
+    return [operations[number] for number in order]
 
 
 def _before(operation: Any) -> list[Any]:
@@ -350,16 +351,10 @@ def _places(whole: Any) -> dict[int, str]:
     """Return the devices of the variables that a graph has captured."""
     places = {}
     for given, inner in whole.captures:
-        graph = whole.outer_graph
-        while given.dtype == tf.resource and not hasattr(given, "numpy"):
-            # Captured by the graph around it as well.
-            captures = getattr(graph, "captures", ())
-            found = [outer for outer, each in captures if each is given]
-            if not found:
-                break
-            given, graph = found[0], graph.outer_graph
-        if given.dtype == tf.resource and hasattr(given, "numpy"):
-            places[id(inner)] = str(given.device)
+        # The graph around it may have captured it as well.
+        found = outermost(given)
+        if given.dtype == tf.resource and hasattr(found, "numpy"):
+            places[id(inner)] = str(found.device)
     return places
 
 

@@ -16,7 +16,6 @@ scope, which TensorFlow passes on unchanged as text. So hooks append the device 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -34,7 +33,7 @@ from tensorflow.python.eager import backprop, context
 from tensorflow.python.framework import ops
 
 from kerasdist._tf.patching import Original
-from kerasdist._tf.tensor_origins import CALLS, CASES, IFS, WHILES
+from kerasdist._tf.tensor_origins import CALLS, CASES, IFS, WHILES, captured
 from kerasdist._tf.variables import current_facets
 
 _SEPARATOR = "\0"
@@ -79,7 +78,7 @@ def source_device(tensor: Any) -> str:
     if op.device:
         return str(op.device)
     if op.type == "Placeholder":
-        outer = _captured(tensor)
+        outer = captured(tensor)
         if outer is None:
             return ""
         if isinstance(outer, ops.EagerTensor):
@@ -89,22 +88,6 @@ def source_device(tensor: Any) -> str:
         return ""
     resources = [source for source in op.inputs if source.dtype == tf.resource]
     return source_device(resources[0]) if resources else ""
-
-
-def _captured(placeholder: Any) -> Any:
-    """Return the tensor that a placeholder was captured for; None for an argument."""
-    graph = placeholder.graph
-    captures = getattr(graph, "captures", ())
-    found, count = _outer.get(graph, ({}, 0))
-    if count != len(captures):
-        found = {id(inner): outer for outer, inner in captures}
-        _outer[graph] = found, len(captures)
-    return found.get(id(placeholder))
-
-
-_outer: weakref.WeakKeyDictionary[Any, tuple[dict[int, Any], int]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def calls_functions(op: Any) -> bool:

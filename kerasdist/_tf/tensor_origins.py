@@ -6,6 +6,7 @@ what functions have captured.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -216,10 +217,8 @@ def _outside(place: _Place) -> _Place | None:
             if given.name == tensor.name:
                 return operation.inputs[first + number], calls[:-1]
         return None
-    for outer, inner in getattr(graph, "captures", ()):
-        if inner.name == tensor.name:
-            return outer, ()
-    return None
+    outer = captured(tensor)
+    return None if outer is None else (outer, ())
 
 
 def called(tensor: Any) -> tuple[Any, list[tuple[Any, Any]]] | None:
@@ -313,10 +312,20 @@ def function_graph(graph: Any, name: str) -> Any:
 
 def captured(tensor: Any) -> Any | None:
     """Return the outer tensor that a placeholder was captured for; else None."""
-    found = None
-    if tensor.op.type == "Placeholder":
-        found = _outside((tensor, ()))
-    return None if found is None else found[0]
+    if tensor.op.type != "Placeholder":
+        return None
+    captures = getattr(tensor.graph, "captures", ())
+    found, count = _captured.get(tensor.graph, ({}, 0))
+    if count != len(captures):
+        found = {inner.name: outer for outer, inner in captures}
+        _captured[tensor.graph] = found, len(captures)
+    return found.get(tensor.name)
+
+
+# By graph, since a graph may have many: the outer tensors by name, and their number.
+_captured: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def outermost(tensor: Any) -> Any:
