@@ -3,8 +3,8 @@
 1. The workers meet as for "tcp": secret, failure detector, a ring.
 2. Each starts TensorFlow's gRPC server, and adds the others to its cluster
    (`kerasdist.strategies.native_communicator`).
-3. From then on TensorFlow transfers gradients, directly from graphs
-   (`kerasdist.strategies.native_graph_ops`). Numpy arrays are sent by the ring.
+3. From then on TensorFlow adds gradients, directly in graphs
+   (`kerasdist.strategies.device_sums`). All else is sent by the ring.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ from kerasdist.transport.tracing import Recorder, now
 
 # Distinct from the keys that TensorFlow's own strategies count up from 1.
 _FIRST_GROUP = 0x4B44_0000
-# Each job has a group of the workers, and one of all replicas.
-_GROUPS_PER_JOB = 2
 
 
 class Server:
@@ -67,8 +65,8 @@ def serve(ring: Communicator) -> int:
         ring: Connects the ranks.
 
     Returns:
-        The first of the job's group keys, that of the workers. The next one is for
-        the job's replicas. No other job of these processes gets them.
+        The key of the group of the job's replicas. No other job of these processes
+        gets it.
 
     Raises:
         ClusterError: On all ranks, if one was a worker of another cluster before.
@@ -98,7 +96,7 @@ def serve(ring: Communicator) -> int:
         _tf.serve_collectives(ring.rank, dict(enumerate(workers)))
         Server.workers = workers
     (group,) = ring.all_reduce([np.int64(Server.next_group)], "max")
-    Server.next_group = int(group) + _GROUPS_PER_JOB
+    Server.next_group = int(group) + 1
     return int(group)
 
 
@@ -233,8 +231,7 @@ class NativeCommunicator(RingCommunicator):
         in_use: Whether the user's script has used TensorFlow already.
 
     Attributes:
-        group: Key of the workers' hosts.
-        replica_group: Key of all replicas' devices.
+        group: Key of the group of all replicas' devices.
     """
 
     def __init__(
@@ -262,17 +259,14 @@ class NativeCommunicator(RingCommunicator):
                 "were created before can't be used any more. Create the strategy first."
             )
         self.group = serve(self)
-        self.replica_group = self.group + 1
         self.barrier()
 
-    # For operations in graphs.
+    # For sums on devices, in graphs and eagerly.
 
-    def begin(self, kind: str, op: str, dtype: str, elements: int, detail: int) -> int:
-        """Begin a collective of a graph; return its number, the instance key.
+    def begin(self, dtype: str, elements: int, detail: int) -> int:
+        """Begin a sum on devices; return its number, the instance key.
 
         Args:
-            kind: One of `framing.KINDS`.
-            op: One of `framing.OPS`.
             dtype: The dtype's name.
             elements: Number of elements, 0 if unknown.
             detail: A checksum of the shapes.
@@ -282,11 +276,11 @@ class NativeCommunicator(RingCommunicator):
                 raise copy_to_raise(self._failure)
             if self._closed:
                 raise errors.TransportClosed(
-                    f"This communicator is closed. Received: a call of {kind}. Create "
+                    "This communicator is closed. Received: a sum on devices. Create "
                     "a new strategy to go on."
                 )
             self.sequence += 1
-            call = Call(self.sequence, kind, op, dtype, elements, detail)
+            call = Call(self.sequence, "all_reduce", "sum", dtype, elements, detail)
             self.supervisor.call = call
             self._watch.begin(call, Deadline(self.timeout))
             if self._recorder is not None:
@@ -294,7 +288,7 @@ class NativeCommunicator(RingCommunicator):
             return call.sequence
 
     def end(self, sequence: int) -> None:
-        """End a collective of a graph."""
+        """End a sum on devices."""
         self._watch.end(sequence)
         began = self._began.pop(sequence, None) if self._began else None
         recorder = self._recorder

@@ -28,8 +28,8 @@ from kerasdist.parameter_server.server.registration import session_name
 from kerasdist.parameter_server.server.server import run_server
 from kerasdist.strategies.asynchronous.extended import AsyncExtended
 from kerasdist.strategies.cluster_resolver import given_cluster, refuse_mpi
+from kerasdist.strategies.device_sums import report_servers
 from kerasdist.strategies.devices import check_devices
-from kerasdist.strategies.local_sums import report_servers
 from kerasdist.strategies.options import (
     CHIEF_REFUSAL,
     ELASTIC_REFUSAL,

@@ -15,16 +15,17 @@ from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
 from kerasdist.strategies.balance import BalancedExtended, check_balance
 from kerasdist.strategies.cluster_resolver import given_cluster
+from kerasdist.strategies.device_sums import (
+    make_device_ops,
+    make_native_ops,
+    report,
+    sums_on_devices,
+)
 from kerasdist.strategies.devices import check_devices
 from kerasdist.strategies.local_steps import (
     LocalExtended,
     LocalSteps,
     local_steps_of,
-)
-from kerasdist.strategies.local_sums import (
-    make_device_ops,
-    report,
-    sums_on_devices,
 )
 from kerasdist.strategies.model_parallel import (
     check_mapping,
@@ -32,7 +33,6 @@ from kerasdist.strategies.model_parallel import (
     unpacked,
 )
 from kerasdist.strategies.native_communicator import NativeCommunicator
-from kerasdist.strategies.native_graph_ops import make_native_ops
 from kerasdist.strategies.options import (
     CHIEF_REFUSAL,
     ELASTIC_REFUSAL,

@@ -125,9 +125,6 @@ def reduce_in_replicas(
 
 def _over_devices(workers: Workers, values: list[Any]) -> list[Any] | None:
     """Sum on the devices where workers with several replicas do that, too."""
-    # Eagerly those can't.
-    if _tf.executing_eagerly() and workers.replicas != workers.size:
-        return None
     if workers.size == 1 or any(isinstance(v, tf.IndexedSlices) for v in values):
         return None
     sums = workers.ops.reduce_replicas([[value] for value in values])

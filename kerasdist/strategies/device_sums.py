@@ -1,26 +1,31 @@
-"""Sums over one worker's replicas by TensorFlow's collectives, on their devices.
+"""Sums over replicas by TensorFlow's collectives, on their devices.
 
     replica 0   gradients ─ bucket ─┐  ┌─ sum
-    replica 1   gradients ─ bucket ─┼──┼─ sum      one group of this process's devices
+    replica 1   gradients ─ bucket ─┼──┼─ sum      one group of devices
     replica 2   gradients ─ bucket ─┘  └─ sum
 
-TensorFlow matches the operations of one collective by an instance key: a number that a
-variable counts. No server is needed, since all devices are this process's.
+TensorFlow matches the operations of one collective by an instance key: a number that is
+the same on all devices of the group, and new each time. Of one worker's replicas a
+variable counts it, and no server is needed, since all devices are this process's. Of
+all workers' ("native") it's the number of the collective in the job.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
+from kerasdist.strategies.native_communicator import NativeCommunicator
 from kerasdist.strategies.options import StrategyJob
-from kerasdist.strategies.reduce.graph_ops import CollectiveOps
+from kerasdist.strategies.reduce.graph_ops import CollectiveOps, make_ops
 
 # The choice of where replicas and workers add their gradients, and what is said of it.
 #
@@ -178,33 +183,6 @@ def make_tokens(devices: Sequence[str]) -> list[Any]:
     return tokens
 
 
-def reduce_one(
-    tensor: Any,
-    key: Any,
-    group: dict[str, Any],
-    tokens: Sequence[Any] = (),
-    op: str = "Add",
-) -> Any:
-    """Reduce a tensor over a group.
-
-    Args:
-        tensor: This device's.
-        key: The collective's instance key.
-        group: See `group_options`.
-        tokens: Handles of what it is ordered by.
-        op: The name of TensorFlow's operation on two of them.
-    """
-    return tf.raw_ops.CollectiveReduceV2(
-        input=tensor,
-        instance_key=key,
-        ordering_token=list(tokens),
-        merge_op=op,
-        final_op="Id",
-        name="kerasdist_reduce",
-        **group,
-    )
-
-
 def reduce_on(
     devices: Sequence[str],
     buckets: Sequence[Any],
@@ -212,18 +190,46 @@ def reduce_on(
     key: Any,
     group: dict[str, Any],
 ) -> list[Any]:
-    """Sum a bucket of each device over a group, see `reduce_one` and `make_tokens`."""
+    """Sum a bucket of each device over a group.
+
+    Args:
+        devices: This worker's devices.
+        buckets: A tensor on each of them.
+        tokens: See `make_tokens`.
+        key: The collective's instance key.
+        group: See `group_options`.
+    """
     reduced = []
     for device, bucket, token in zip(devices, buckets, tokens, strict=True):
         with tf.device(device):
-            reduced.append(reduce_one(bucket, key, group, [token.handle]))
+            reduced.append(
+                tf.raw_ops.CollectiveReduceV2(
+                    input=bucket,
+                    instance_key=key,
+                    ordering_token=[token.handle],
+                    merge_op="Add",
+                    final_op="Id",
+                    name="kerasdist_reduce",
+                    **group,
+                )
+            )
     return reduced
+
+
+# Dtypes that devices add. Sums of 16 bits are computed in 32; bfloat16 isn't among
+# NCCL's dtypes in TensorFlow anyway.
+_ADDED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+_WIDER = {tf.bfloat16: tf.float32, tf.float16: tf.float32}
+_KEYS = 2**31
+
+
+def _can_be_added(values: Sequence[Sequence[Any]]) -> bool:
+    return all(value[0].dtype in _ADDED for value in values)
 
 
 def sum_by_dtype(
     values: Sequence[Sequence[Any]],
     devices: Sequence[str],
-    wider: Mapping[Any, Any],
     reduce: Callable[[list[Any], int], list[Any]],
 ) -> list[list[Any]]:
     """Add each value over the replicas, those of a dtype by one collective.
@@ -231,14 +237,13 @@ def sum_by_dtype(
     Args:
         values: For each value, a tensor per device.
         devices: The devices.
-        wider: From a dtype to the one that it is added in, if it isn't the same.
         reduce: Returns the sums of a bucket per device; the second argument is the
             number of calls before.
     """
     groups: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
         dtype = value[0].dtype
-        groups.setdefault(wider.get(dtype, dtype), []).append(index)
+        groups.setdefault(_WIDER.get(dtype, dtype), []).append(index)
     sums: list[list[Any]] = [[] for _ in values]
     for number, (wide, indices) in enumerate(groups.items()):
         buckets = []
@@ -256,15 +261,11 @@ def sum_by_dtype(
     return sums
 
 
-_ADDED = (tf.bfloat16, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
-_KEYS = 2**31
-
-
 class _Groups:
     """The group keys of this process, as a class attribute: no two may be equal.
 
     Distinct from those of TensorFlow's own strategies, which count up from 1, and of
-    `strategies.native_graph_ops`.
+    `strategies.native_communicator`.
     """
 
     keys = itertools.count(0x4B45_0000)
@@ -323,10 +324,7 @@ class DeviceOps(CollectiveOps):
         return [list(parts) for parts in found]
 
     def _sum(self, values: list[list[Any]]) -> list[list[Any]]:
-        # bfloat16 isn't among NCCL's dtypes in TensorFlow: it is added in float32.
-        return sum_by_dtype(
-            values, self._devices, {tf.bfloat16: tf.float32}, self._reduce
-        )
+        return sum_by_dtype(values, self._devices, self._reduce)
 
     def _reduce(self, buckets: list[Any], number: int) -> list[Any]:
         del number
@@ -339,10 +337,125 @@ class DeviceOps(CollectiveOps):
             return reduce_on(self._devices, buckets, self._tokens, key, self._group)
 
 
-def _can_be_added(values: Sequence[Sequence[Any]]) -> bool:
-    return all(value[0].dtype in _ADDED for value in values)
-
-
 def make_device_ops(job: StrategyJob, devices: Sequence[str]) -> CollectiveOps:
     """Return a job's collectives on tensors of these devices, which add replicas."""
     return DeviceOps(job.communicator, _tf.host_of(devices[0]), devices)
+
+
+class NativeOps(CollectiveOps):
+    """Collectives between workers; gradients are added on all workers' devices.
+
+    All other tensors are sent by the ring, from host memory. TensorFlow's instance key
+    of a sum is the number of the collective in the job, taken when it runs: so workers
+    may trace their graphs at different times, or again.
+
+    Args:
+        communicator: The communicator of the workers.
+        host: The CPU device of this process.
+        devices: This worker's devices, one per replica.
+        replicas: Number of replicas over all workers.
+    """
+
+    def __init__(
+        self,
+        communicator: NativeCommunicator,
+        host: str,
+        devices: Sequence[str],
+        replicas: int,
+    ) -> None:
+        super().__init__(communicator, host)
+        self._native = communicator
+        self._devices = list(devices)
+        self._has_one_each = replicas == communicator.size
+        self._group = group_options(communicator.group, replicas, devices[0])
+        self._tokens = make_tokens(devices)
+
+    def failure(self, error: Exception) -> Exception | None:
+        """See `CollectiveOps.failure`."""
+        return self._native.translate(error)
+
+    def sum_gradients(
+        self,
+        gradients: Sequence[Any],
+        there: Any,
+        *,
+        beside: Sequence[Any] = (),
+        step: bool = False,
+    ) -> list[Any]:
+        """See `CollectiveOps.sum_gradients`."""
+        sums = None
+        if len(self._devices) == 1:
+            with tf.device(self._devices[0]):
+                parts = [[_tf.weighted(each, there)] for each in gradients]
+            sums = self.reduce_replicas(parts, step=step)
+        if sums is None:
+            return super().sum_gradients(gradients, there, beside=beside, step=step)
+        more = self.all_reduce(beside) if beside else ()
+        return [*(total for (total,) in sums), *more]
+
+    def reduce_replicas(
+        self, values: Sequence[Sequence[Any]], *, step: bool = False
+    ) -> list[list[Any]] | None:
+        """Sum over all replicas of all workers, on their devices.
+
+        See `CollectiveOps.reduce_replicas`. None if it isn't possible: in eager
+        execution a replica would wait for the next one, which is called only after it.
+        """
+        in_turn = _tf.executing_eagerly() and not self._has_one_each
+        if in_turn or not _can_be_added(values):
+            return None
+
+        def reduce(buckets: list[Any], number: int) -> list[Any]:
+            return self._reduce(buckets, step and number == 0)
+
+        return sum_by_dtype(values, self._devices, reduce)
+
+    def _reduce(self, buckets: list[Any], step: bool) -> list[Any]:
+        """Number a sum, run it after the collective before it, and record its end."""
+        first = buckets[0]
+        elements = first.shape.num_elements() or 0
+        detail = zlib.crc32(str(first.shape).encode())
+
+        def begin() -> Any:
+            self._native.step += step
+            return np.int64(self._native.begin(first.dtype.name, elements, detail))
+
+        def end(number: Any) -> Any:
+            self._native.end(int(number))
+            return np.bool_(True)
+
+        def build(number: Any) -> list[Any]:
+            with tf.device(self._host):
+                key = tf.cast(number % _KEYS, tf.int32)
+            return reduce_on(self._devices, buckets, self._tokens, key, self._group)
+
+        if _tf.executing_eagerly():
+            number = begin()
+            try:
+                return build(number)
+            except tf.errors.OpError as error:
+                failure = self._native.translate(error)
+                raise failure or error from error
+            finally:
+                end(number)
+        with tf.device(self._host):
+            order = self._counter.assign_add(1, read_value=True)
+            with tf.control_dependencies([order]):
+                number = tf.numpy_function(begin, [], tf.int64, name="kerasdist_begin")
+            number.set_shape([])
+        results = build(number)
+        with tf.device(self._host), tf.control_dependencies(results):
+            ended = tf.numpy_function(end, [number], tf.bool, name="kerasdist_end")
+            self._hold_back([ended])
+        return results
+
+
+def make_native_ops(job: StrategyJob, devices: Sequence[str]) -> CollectiveOps:
+    """Return a job's collectives on tensors of these devices: TensorFlow's own.
+
+    Alone a worker has no communicator of TensorFlow's.
+    """
+    if not isinstance(job.communicator, NativeCommunicator):
+        return make_ops(job, devices)
+    host = _tf.host_of(devices[0])
+    return NativeOps(job.communicator, host, devices, sum(job.replicas))

@@ -5,7 +5,7 @@ import pytest
 from devices import CLASSIFIER, begin, run
 
 import kerasdist
-from kerasdist.strategies import local_sums as device_ops
+from kerasdist.strategies import device_sums as device_ops
 from workers import Workers
 
 pytestmark = pytest.mark.timeout(300)
