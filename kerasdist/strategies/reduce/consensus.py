@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kerasdist import _tf
 from kerasdist.collectives import gather_json
+from kerasdist.collectives.fused_buffer import in_buckets
 from kerasdist.errors import CollectiveMismatch
 from kerasdist.placement.plan import counted
 from kerasdist.strategies.reduce.workers import Workers
 
 _SMALL_BYTES = 1 << 16
+# This many bytes of values are given at once, or one variable if it has more.
+_MOST_BYTES = 64 << 20
 # Sums of a fingerprint. A prime: rows in another order are in other sums.
 _COLUMNS = 1021
 
@@ -163,7 +167,8 @@ def check_state(
         return
     counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(digests))])]
     if len(set(counts)) == 1 and broadcast and epoch is None:
-        _take_chiefs(workers, [*variables, *parts])
+        every_copy = [workers.copies(each) for _, each in (*variables, *parts)]
+        give_values(workers, every_copy)
         return
     if len(set(counts)) > 1:
         what = f"they have {counts} variables, by rank"
@@ -299,9 +304,32 @@ def _fingerprint(copies: Sequence[Any]) -> bytes:
     return digest.digest()
 
 
-def _take_chiefs(workers: Workers, variables: Sequence[tuple[str, Any]]) -> None:
-    parts = [workers.copies(variable) for _, variable in variables]
-    values = workers.communicator.broadcast([np.asarray(p[0]) for p in parts])
-    for replicas, value in zip(parts, values, strict=True):
-        for part in replicas:
-            part.assign(tf.convert_to_tensor(value, part.dtype))
+def give_values(
+    workers: Workers,
+    copies: Sequence[Sequence[Any]],
+    root: int = 0,
+    *,
+    takes: bool = True,
+) -> int:
+    """Give one rank's values to all; all ranks call it at the same point.
+
+    Args:
+        workers: The workers that reduce together.
+        copies: Of each variable its copies on this worker, in the same order on all.
+        root: The rank; of several local replicas, the first one's values count.
+        takes: Whether this worker's variables get them.
+
+    Returns:
+        The bytes of the values.
+    """
+    sizes = [_tf.bytes_of(parts[0]) for parts in copies]
+    for group in in_buckets(sizes, _MOST_BYTES):
+        values = [np.asarray(copies[i][0]) for i in group]
+        # As bytes: a variable may have a dtype that no collective supports.
+        octets = [value.reshape(-1).view(np.uint8) for value in values]
+        given = workers.communicator.broadcast(octets, root)
+        for i, value, part in zip(group, values, given, strict=True):
+            theirs = part.view(value.dtype).reshape(value.shape)
+            for copy in copies[i] if takes else ():
+                copy.assign(tf.convert_to_tensor(theirs, copy.dtype))
+    return sum(sizes)

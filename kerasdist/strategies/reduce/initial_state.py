@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.errors import CollectiveError
-from kerasdist.strategies.reduce.consensus import digest_of
+from kerasdist.strategies.reduce.consensus import digest_of, give_values
 from kerasdist.strategies.reduce.workers import Workers
-
-# This many bytes are sent at once, or one variable if it has more.
-_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +76,7 @@ def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared
         if any(not np.array_equal(theirs[i], every[root][i]) for theirs in every)
         or not every[root][i].any()
     ]
-    total = 0
-    for group in _groups(copies, differing):
-        values = [np.asarray(copies[i][0]) for i in group]
-        # As bytes: a variable may have a dtype that no collective supports.
-        octets = [value.reshape(-1).view(np.uint8) for value in values]
-        total += sum(part.size for part in octets)
-        given = communicator.broadcast(octets, root)
-        for i, value, part in zip(group, values, given, strict=True):
-            theirs = part.view(value.dtype).reshape(value.shape)
-            for copy in copies[i]:
-                copy.assign(tf.convert_to_tensor(theirs, copy.dtype))
+    total = give_values(workers, [copies[i] for i in differing], root)
     if differing:
         changed = [copies[i] for i in differing]
         every = communicator.all_gather(_digests(changed))
@@ -134,13 +120,7 @@ def give_state(workers: Workers, variables: Sequence[Any], newcomer: bool) -> No
     """
     communicator = workers.communicator
     copies = [workers.copies(each) for each in variables]
-    for group in _groups(copies, range(len(copies))):
-        values = [np.asarray(copies[i][0]) for i in group]
-        given = communicator.broadcast(values, 0)
-        if newcomer:
-            for i, value in zip(group, given, strict=True):
-                for part in copies[i]:
-                    part.assign(value)
+    give_values(workers, copies, 0, takes=newcomer)
     every = communicator.all_gather(_digests([parts[:1] for parts in copies]))
     wrong = [rank for rank, digests in enumerate(every) if (digests != every[0]).any()]
     if wrong:
@@ -174,21 +154,3 @@ def _digests(copies: Sequence[Sequence[Any]]) -> Array:
         found = [digest_of(part) for part in parts]
         rows.append(found[0] if len(set(found)) == 1 else bytes(32))
     return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), 32)
-
-
-def _groups(
-    copies: Sequence[Sequence[Any]], indices: Sequence[int]
-) -> Iterator[list[int]]:
-    """Divide indices into groups that are sent at once."""
-    group: list[int] = []
-    size = 0
-    for i in indices:
-        part = copies[i][0]
-        octets = part.shape.num_elements() * part.dtype.size
-        if group and size + octets > _MOST_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(i)
-        size += octets
-    if group:
-        yield group
