@@ -119,6 +119,8 @@ def _start_server(rank: int, host: str) -> None:
 # each until that has expired, even if it has ended: with ten minutes, gigabytes. So
 # the deadlines are kept here, and a thread ends collectives that are late.
 
+# Seconds between two looks at the deadlines.
+_LOOK_SECONDS = 0.2
 # Ending the late collective takes the thread at most about this long.
 _JOIN_SECONDS = 10.0
 
@@ -136,11 +138,10 @@ class CollectiveDeadlines:
 
     def __init__(self, name: str, late: Callable[[Call], None]) -> None:
         self._late = late
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._pending: dict[int, tuple[Call, Deadline]] = {}
         self._stopped = False
-        self._closed = False
-        self._idle = False
+        self._closed = threading.Event()
         self._thread = daemon(name, self._run)
         self._thread.start()
 
@@ -150,50 +151,36 @@ class CollectiveDeadlines:
         Raises:
             Aborted: `stop` was called.
         """
-        with self._changed:
+        with self._lock:
             if self._stopped:
                 raise Aborted
             self._pending[call.sequence] = call, deadline
-            # Otherwise the thread checks again at an earlier deadline: soon enough.
-            if self._idle:
-                self._changed.notify()
 
     def end(self, sequence: int) -> None:
         """Unregister one that is done or has failed; unknown ones are ignored."""
-        with self._changed:
+        with self._lock:
             self._pending.pop(sequence, None)
 
     def stop(self) -> list[Call]:
         """Allow no further collectives; return those that are pending."""
-        with self._changed:
+        with self._lock:
             self._stopped = True
             return [call for call, _ in self._pending.values()]
 
     def close(self) -> None:
         """End the thread. Can be called twice."""
-        with self._changed:
-            self._stopped = self._closed = True
-            self._changed.notify()
+        self.stop()
+        self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
-        late = self._wait()
-        if late is not None:
-            self._late(late)
-
-    def _wait(self) -> Call | None:
-        with self._changed:
-            while not self._closed:
-                self._idle = not self._pending
-                if self._idle:
-                    self._changed.wait()
-                    continue
-                call, deadline = next(iter(self._pending.values()))
-                if deadline.expired:
-                    return call
-                self._changed.wait(deadline.remaining())
-        return None
+        while not self._closed.wait(_LOOK_SECONDS):
+            with self._lock:
+                first = next(iter(self._pending.values()), None)
+            if first is not None and first[1].expired:
+                self._late(first[0])
+                return
 
 
 _LOG = logging.getLogger("kerasdist")
