@@ -45,41 +45,38 @@ from kerasdist.collectives import Communicator
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.data.batch_split import rows_of, split_part
 from kerasdist.strategies.measure import communication
-from kerasdist.strategies.measure.communication import Slot, SpanSums, StepTimes, Work
+from kerasdist.strategies.measure.communication import Slot, SpanSums, StepTimes
 
 # The parts of one step, from its clocks and the communicator's spans.
 
 
-def parts_of_a_step(
-    sums: Array, spans: Work, *, inside: float | None, met: float, in_turn: bool
-) -> StepTimes:
+def parts_of_a_step(sums: Array, *, several: bool, in_turn: bool) -> StepTimes:
     """Return the times and bytes of one step, on average.
 
     Args:
         sums: The sums of the measured steps; at least one step.
-        spans: The communication in them.
-        inside: Seconds inside of their calls, if those are several steps each.
-        met: Seconds in them of waiting for other workers before a step began.
+        several: Whether their calls are several steps each.
         in_turn: Whether waiting is for other workers, and not for servers at work.
     """
     steps = sums[Slot.MEASURED]
-    begin, ready, end, gradients, reduced = map(float, sums[Slot.BEGIN :])
+    begin, ready, end, gradients, reduced = sums[Slot.BEGIN : Slot.SENT]
     running, exchange = end - ready, max(reduced - gradients, 0.0)
     # Where the next batch is fetched within an execution, the fetch's end counts.
-    waiting = (ready - begin if inside is None else inside - running) - met
+    waiting = sums[Slot.INSIDE] - running if several else ready - begin
+    waiting -= sums[Slot.MET]
     if sums[Slot.UPDATES] == steps:
         compute, update = gradients - ready, end - reduced
     else:
         # With several optimizers in one step, or none, the rest can't be divided.
         compute, update = running - exchange, 0.0
-    servers = min(spans.seconds("push_pull"), update or running)
+    servers = min(sums[Slot.SERVERS], update or running)
     if update:
         update -= servers
     else:
         compute -= servers
     exchange += servers
-    packing = spans.share("pack") * exchange
-    late = min(spans.late, exchange - packing) if in_turn else 0.0
+    packing = sums[Slot.PACKING] / (sums[Slot.PARTS] or 1.0) * exchange
+    late = min(sums[Slot.LATE], exchange - packing) if in_turn else 0.0
     found = {
         "input": max(waiting, 0.0),
         "compute": max(compute, 0.0),
@@ -87,8 +84,8 @@ def parts_of_a_step(
         "exchange": exchange - packing,
         "update": max(update, 0.0),
         "late": late,
-        "sent": spans.sent,
-        "communicating": spans.communicating,
+        "sent": sums[Slot.SENT],
+        "communicating": sums[Slot.COMMUNICATING],
     }
     means: dict[str, Any] = {
         name: float(value / steps) for name, value in found.items()
@@ -234,18 +231,16 @@ class StepClock:
         self._left_out = np.zeros(len(Slot))
         self._is_eager = False
         # The state before a call that traces, and before one that warms up.
-        self._traced: tuple[Array, Work] | None = None
-        self._kept: tuple[Array, Work] | None = None
+        self._traced: Array | None = None
+        self._kept: Array | None = None
         self._entered = self._left = self._since = 0.0
-        # Seconds inside of measured calls, and whether they are several steps each.
-        self._inside, self._several = 0.0, False
+        # Whether measured calls are several steps each.
+        self._several = False
         # Seconds of waiting for data, the same at the end of the last step, and seconds
         # of waiting for other workers that no graph's clock measures.
         self._waited = self._waited_before = self._met = 0.0
-        # Seconds in which passes waited for others, and those of this call.
-        self._awaited = self._call_awaited = 0.0
-        # The same for this call; and for all measured calls the waiting for others.
-        self._call_waited = self._call_met = self._met_measured = 0.0
+        # The same for this call.
+        self._call_waited = self._call_met = 0.0
         self._sampling = Sampling()
         # Of one step, as last measured.
         self._usual = StepTimes()
@@ -319,7 +314,7 @@ class StepClock:
             float(sums[Slot.ROWS]),
             float(sums[Slot.MEASURED]),
             float(sums[Slot.UPDATES]),
-            float(sums[Slot.GRADIENTS] - sums[begin]) - self._awaited,
+            float(sums[Slot.GRADIENTS] - sums[begin] - sums[Slot.AWAITED]),
         )
 
     @contextlib.contextmanager
@@ -328,12 +323,12 @@ class StepClock:
         running, asked = self.running, self.asked
         self.running = self.asked = False
         self._spans.listen(False)
-        sums = self._summed.read()
+        sums = self._sums()
         try:
             yield
         finally:
             # Graphs count even if the clock is stopped.
-            self._left_out += self._summed.read() - sums
+            self._leave_out(sums)
             self.running, self.asked = running, asked
             self.begin_epoch()
 
@@ -345,11 +340,7 @@ class StepClock:
         steps, seconds = float(sums[Slot.STEPS]), max(self._left - self._since, 0.0)
         if sums[Slot.MEASURED]:
             self._usual = parts_of_a_step(
-                sums,
-                self._spans.take(),
-                inside=self._inside if self._several else None,
-                met=self._met_measured,
-                in_turn=self._in_turn,
+                sums, several=self._several, in_turn=self._in_turn
             )
         # 2. Extrapolate to all steps of the window; without a measured step these steps
         # count like those of the last window.
@@ -374,19 +365,17 @@ class StepClock:
         return times
 
     def _sums(self) -> Array:
-        return self._summed.read() - self._left_out
+        return self._summed.read() + self._spans.read() - self._left_out
 
     def _forget(self, now: Array | None = None) -> None:
         """Begin a window with the next step."""
         self._before = self._sums() if now is None else now
         if now is None:
             self._left = time.time()
-        self._spans.take()
         self._since = self._left
         # Waiting since the end of the last step is a part of the next one.
         self._waited = 0.0 if now is None else self._waited - self._waited_before
-        self._inside = self._waited_before = 0.0
-        self._met = self._met_measured = 0.0
+        self._waited_before = self._met = 0.0
 
     # For the train function.
 
@@ -404,9 +393,8 @@ class StepClock:
         self.asked = self.always
         if self.timed:
             if self._sampling.warming and not always:
-                self._kept = self._summed.read(), self._spans.take()
+                self._kept = self._sums()
             self._spans.listen(True)
-            self._call_awaited = 0.0
             self._entered = time.time()
         return self.timed
 
@@ -428,7 +416,7 @@ class StepClock:
             self._spans.listen(False)
         timed, self.timed = self.timed, False
         if self._traced is not None:
-            self._leave_out(self._kept or self._traced)
+            self._leave_out(self._traced if self._kept is None else self._kept)
             self._traced = self._kept = None
             self._since += left - self._left
             self._waited = self._waited_before
@@ -443,29 +431,26 @@ class StepClock:
             self._leave_out(self._kept, Slot.MEASURED)
             self._kept = None
             return
-        self._awaited += self._call_awaited
         if not eager:
             # The graph's clock counts it as input, like all before the step.
-            self._met_measured += met
+            self._summed.add_eagerly({Slot.MET: met})
         self._several = executions > 1
         if self._several:
-            self._inside += left - self._entered
+            self._summed.add_eagerly({Slot.INSIDE: left - self._entered})
         elif executions and not eager:
             # A graph with one thread would read the clock too late.
             self._summed.add_eagerly({Slot.BEGIN: self._entered})
 
-    def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
-        """Remove this call's contribution to the sums, from index `first` on."""
-        sums, spans = before
-        self._left_out[first:] += (self._summed.read() - sums)[first:]
-        self._spans.give_back(spans)
+    def _leave_out(self, before: Array, first: int = 0) -> None:
+        """Remove what was added to the sums since then, from index `first` on."""
+        self._left_out[first:] += (self._sums() - before)[first:]
 
     def _note_trace(self) -> None:
         """Keep the state before a graph that is being traced runs."""
         if self._in_call and self._traced is None:
             self._noted = True
             with tf.init_scope():
-                self._traced = self._summed.read(), self._spans.take()
+                self._traced = self._sums()
 
     def waited(
         self, seconds: float, *, others: bool = False, between: bool = False
@@ -483,7 +468,8 @@ class StepClock:
 
     def awaited(self, seconds: float) -> None:
         """Count seconds in which a forward or backward pass waited for others."""
-        self._call_awaited += seconds
+        if self.timed:
+            self._summed.add_eagerly({Slot.AWAITED: seconds})
 
     def repeated(self, seconds: float) -> None:
         """See `StepTimer.repeated`."""
