@@ -106,7 +106,7 @@ def _table(figures: Figures) -> list[tuple[str, str]]:
         and f"mean {f.mean_staleness:.1f} steps, at most {max(f.staleness)}",
         "stages idle": ", ".join(f"{share:.0%}" for share in f.idle),
         "cores": f.busy_cores is not None
-        and f"{f.busy_cores:.1f} of {_cores(f):.0f} busy, mean over the workers",
+        and f"{f.busy_cores:.1f} of {f.cores:.0f} busy, mean over the workers",
         "memory": f.busy_cores is not None
         and f"{human_bytes(max(one.memory for one in f.machines.values()))}, the "
         "largest of a worker",
@@ -249,20 +249,20 @@ _NAMES = {
 }
 # Of each limit the sentences that show it, "-", and the changes to make, "+", the most
 # important one first. Those with a condition in brackets are for the jobs that `_is`
-# says. The names in braces are those of `_words`.
+# says. The names in braces are those of `_words`; `f` has the figures.
 _SENTENCES = {
     "straggler": """
-- Rank {rank} works {busiest} of each step, the fastest worker {fastest}. It lags {lag}
-  behind the others, mostly while {slow_while}.
+- Rank {f.slowest} works {busiest} of each step, the fastest worker {fastest}. It lags
+  {lag} behind the others, mostly while {slow_while}.
 - A worker waits {wait} in a step for others, {wait_share:.0%} of it.
-- [slow to compute on known machines] Rank {rank} keeps {rank_busy:.1f} of its
-  {rank_cores:.0f} cores busy, all workers {busy_cores:.1f} on average.
-+ [slow to read] Look at how rank {rank} reads its data: its disk, its network, the
+- [slow to compute on known machines] Rank {f.slowest} keeps {rank_busy:.1f} of its
+  {rank_cores:.0f} cores busy, all workers {f.busy_cores:.1f} on average.
++ [slow to read] Look at how rank {f.slowest} reads its data: its disk, its network, the
   number of its cores{own_data}
-+ [slow between steps] Look for work that only rank {rank} does after each batch: a
++ [slow between steps] Look for work that only rank {f.slowest} does after each batch: a
   callback that writes, prints or evaluates. Let it do so once in an epoch, or in a
   thread of its own.
-+ [slow to compute] Look at rank {rank}'s machine: other processes there, its cores
++ [slow to compute] Look at rank {f.slowest}'s machine: other processes there, its cores
   (`kerasdist run` binds workers to cores of their own), heat, memory.
 + [slow in a common step] If that can't be corrected, leave that machine out, or use
   `ParameterServerStrategy("async")`, where no worker waits for it.
@@ -270,10 +270,10 @@ _SENTENCES = {
 """,
     "input": """
 - A worker waits {input} in each step for its next batch, and computes {compute}.
-- [one core works] {busy_cores:.1f} of a worker's {cores:.0f} cores are busy: about one
-  core prepares the data.
-- [no core works] {busy_cores:.1f} of a worker's {cores:.0f} cores are busy: the data
-  are awaited, from a disk ({disk}/s) or a network, not computed.
+- [one core works] {f.busy_cores:.1f} of a worker's {f.cores:.0f} cores are busy: about
+  one core prepares the data.
+- [no core works] {f.busy_cores:.1f} of a worker's {f.cores:.0f} cores are busy: the
+  data are awaited, from a disk ({disk}/s) or a network, not computed.
 + [given arrays] Use a larger `batch_size`: the rows of each batch are taken out of the
   arrays, which costs nearly the same for a few rows as for more.
 + [given arrays] Give `fit` arrays that are in memory, and of the dtype that the model
@@ -298,7 +298,7 @@ _SENTENCES = {
   `SGD` or `Adagrad`, with which only updated rows are sent.
 """,
     "batch": """
-- A step takes {step}, of which a worker computes {compute} on {samples:.0f} samples;
+- A step takes {step}, of which a worker computes {compute} on {f.samples:.0f} samples;
   {fixed} are costs of a step that don't depend on the batch size.
 - [sent over a known link] It isn't the link: {bandwidth}/s of {link}/s are used while
   workers communicate.
@@ -321,7 +321,7 @@ _SENTENCES = {
 """,
     "compute": """
 - {computing:.0%} of each step is computing and updating.
-- [machines known] A worker keeps {busy_cores:.1f} of its {cores:.0f} cores busy.
+- [machines known] A worker keeps {f.busy_cores:.1f} of its {f.cores:.0f} cores busy.
 - [slower than alone] Each worker computes slower than one alone: workers share cores or
   memory, or each one's part of a batch is small.
 + [slower than alone] Give each worker cores of its own (`kerasdist run` does so), at
@@ -342,15 +342,16 @@ _FIRST = """
 _ALWAYS = """
 - [predicted] A step takes {step}, {off} than the {predicted} that were predicted
   ({low} to {high}).
-- [predicted for other rows] The prediction was for {predicted_rows:.0f} samples of a
-  worker in each step; here they are {samples:.0f}.
+- [predicted for other rows] The prediction was for {f.predicted_rows:.0f} samples of a
+  worker in each step; here they are {f.samples:.0f}.
 - [GPUs] GPUs are busy {gpu:.0%} of the time.
 - [efficiency unknown] The scaling efficiency isn't known without the speed of one
   {one}: give `baseline=` examples per second, or `calibrate=True`.
-- [efficiency known] {speed:,.0f} examples/s are {efficiency:.0%} of {times}the speed of
-  one {one} ({baseline:,.0f}).
-- [noise known] The gradient noise scale is {noise:,.0f} samples, and a global batch has
-  {batch:,.0f}: one worker more adds {next_worker:.0%} of the progress of the first.
+- [efficiency known] {f.examples_per_second:,.0f} examples/s are {f.efficiency:.0%} of
+  {times}the speed of one {one} ({f.baseline:,.0f}).
+- [noise known] The gradient noise scale is {f.noise.scale:,.0f} samples, and a global
+  batch has {f.global_batch:,.0f}: one worker more adds {f.next_worker:.0%} of the
+  progress of the first.
 + [larger batch hardly pays] This batch is past the useful size: fewer workers, or a
   smaller `batch_size` of each, train nearly as far per step.
 """
@@ -375,7 +376,7 @@ def _say(limit: str, figures: Figures) -> tuple[list[str], list[str]]:
         _FIRST + _SENTENCES[limit] + _ALWAYS
     ):
         if not condition or fits[condition]:
-            said[kind].append(" ".join(text.split()).format(**words))
+            said[kind].append(" ".join(text.split()).format(f=figures, **words))
     if limit == "stages" and words["unequal"] < words["bubble"]:
         said["+"].reverse()  # the change for what costs most is the first
     return said["-"], said["+"]
@@ -385,7 +386,7 @@ def _is(figures: Figures) -> dict[str, bool]:
     """Return which conditions of sentences a job meets."""
     f = figures
     reads, between = f.slow_part == "input", f.slow_part == "outside"
-    busy, several = f.busy_cores, _cores(f) >= 2
+    busy, several = f.busy_cores, f.cores >= 2
     every = f.machines.values()
     swaps = any(one.per_second("swapped") > _SWAPS for one in every)
     return {
@@ -421,16 +422,10 @@ def _is(figures: Figures) -> dict[str, bool]:
         "noise known": f.noise is not None,
         "predicted": f.predicted is not None,
         "predicted for other rows": f.predicted is not None
-        and abs(f.predicted_rows / max(_samples(f), 1e-9) - 1) > _OTHER_ROWS,
+        and abs(f.predicted_rows / max(f.samples, 1e-9) - 1) > _OTHER_ROWS,
         "larger batch pays": f.next_worker is None or f.next_worker >= _PAYS,
         "larger batch hardly pays": f.next_worker is not None and f.next_worker < _PAYS,
     }
-
-
-def _cores(figures: Figures) -> float:
-    """Return the number of cores of a worker, mean over the workers; 0: not known."""
-    every = figures.machines.values()
-    return sum(one.cores for one in every) / len(every) if every else 0.0
 
 
 def _words_of_machines(figures: Figures) -> dict[str, Any]:
@@ -448,17 +443,10 @@ def _words_of_machines(figures: Figures) -> dict[str, Any]:
         "full": full,
         "full_part": used[full].host_memory,
         "gpu": gpus / max(sum(one.gpus for one in every), 1.0),
-        "busy_cores": figures.busy_cores,
-        "cores": _cores(figures),
         "rank_busy": slowest.per_second("cpu"),
         "rank_cores": slowest.cores,
         "disk": human_bytes(max(one.per_second("disk") for one in every)),
     }
-
-
-def _samples(figures: Figures) -> float:
-    """Return a worker's samples of a step."""
-    return figures.global_batch / (figures.workers if figures.in_step else 1)
 
 
 def _words_of_prediction(figures: Figures) -> dict[str, Any]:
@@ -472,7 +460,6 @@ def _words_of_prediction(figures: Figures) -> dict[str, Any]:
         "low": in_seconds(found.low),
         "high": in_seconds(found.high),
         "off": f"{abs(off):.0%} {'longer' if off > 0 else 'shorter'}",
-        "predicted_rows": figures.predicted_rows,
     }
 
 
@@ -491,11 +478,9 @@ def _words(figures: Figures) -> dict[str, Any]:
         "fixed": in_seconds(sum(parts[phase] for phase in fixed)),
         "wait_share": f.share("wait"),
         "computing": f.share("compute", "update"),
-        "samples": _samples(f),
         "bytes": human_bytes(f.bytes_per_step),
         "bandwidth": human_bytes(f.bandwidth),
         "link": human_bytes(f.link or 0.0),
-        "rank": f.slowest,
         "lag": in_seconds(f.lag),
         "busiest": in_seconds(0.0 if f.slowest is None else f.busy[f.slowest]),
         "fastest": in_seconds(min(f.busy.values())),
@@ -508,14 +493,8 @@ def _words(figures: Figures) -> dict[str, Any]:
         "fastest_stage": stages.index(min(stages)),
         "parts": 4 * len(stages),
         "refilled": (len(stages) - 1) / (5 * len(stages) - 1),
-        "noise": 0.0 if f.noise is None else f.noise.scale,
-        "batch": f.global_batch,
-        "next_worker": f.next_worker,
-        "speed": f.examples_per_second,
-        "efficiency": f.efficiency,
         "times": f"{f.alone} times " if f.alone > 1 else "",
         "one": "worker" if f.devices == 1 else "device",
-        "baseline": f.baseline,
     }
 
 
