@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import math
 import time
@@ -237,6 +236,7 @@ class JobView:
         model: Compiled.
 
     Attributes:
+        model: The same.
         hooks: The hooks of its strategy; None if the job is one worker, whose strategy
             places layers, or isn't one of kerasdist's.
         clock: Measures this worker's steps, see `strategies.measure.step_clock`; None
@@ -247,7 +247,7 @@ class JobView:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self._strategy = model.distribute_strategy
         self.hooks = hooks_of(self._strategy)
         clock: Any = timer_of(self._strategy)
@@ -266,7 +266,7 @@ class JobView:
     @property
     def steps_per_call(self) -> int:
         """The number of steps in one execution of a graph."""
-        return int(getattr(self._model, "steps_per_execution", 1) or 1)
+        return int(getattr(self.model, "steps_per_execution", 1) or 1)
 
     @property
     def devices(self) -> int:
@@ -326,15 +326,15 @@ class JobView:
 
     def steps_taken(self) -> int:
         """Return the optimizer's steps, of all workers: the step of a figure."""
-        optimizers = leaves_of(self._model)
+        optimizers = leaves_of(self.model)
         if self.in_step or not optimizers:
-            return int(self._model.optimizer.iterations)
+            return int(self.model.optimizer.iterations)
         return int(steps_of(optimizers[0]))
 
     def rate(self) -> float | None:
         """Return the learning rate; None if there's no single one."""
         try:
-            rate = self._model.optimizer.learning_rate
+            rate = self.model.optimizer.learning_rate
             return float(keras.ops.convert_to_numpy(rate))
         except (AttributeError, TypeError, ValueError):
             return None
@@ -361,73 +361,6 @@ _MOST = 100  # calls
 _GOES_ON, _FAILED = -1.0, 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Alone:
-    """The speed of a single worker.
-
-    Attributes:
-        rows: Samples of a step: those of a global batch.
-        seconds: Seconds of a step, without reading data and without the time between
-            two steps.
-        worker: Whether it's one worker, with all of its devices; else it's one device
-            of a single worker that has several.
-    """
-
-    rows: int
-    seconds: float
-    worker: bool
-
-
-def measure_alone(model: Any) -> Alone | str:
-    """Let the chief take steps by itself; all workers call it together.
-
-    Args:
-        model: A model in `fit`, which has taken a measured step.
-
-    Returns:
-        The result, the same on all workers. Or a text that explains why there is none:
-        batches contain other values than plain tensors, or a step on zeros fails, for
-        example because there is too little memory. The model is unchanged in any case.
-
-    Raises:
-        CollectiveError: See `kerasdist.errors`; the model is unchanged.
-    """
-    job = JobView(model)
-    clock, communicator = job.clock, job.communicator
-    every = gather_json(communicator, clock.rows_per_step)
-    # Asynchronous workers have whole batches each.
-    rows = round(sum(every) if job.hooks is not None and job.in_step else every[0])
-
-    def send(value: float) -> float:
-        """Send a value from the chief to all."""
-        (seconds,) = communicator.broadcast([np.float64(value)])
-        return float(seconds)
-
-    with clock.stopped():
-        if clock.rank > 0:
-            while (seconds := send(_FAILED)) == _GOES_ON:
-                pass
-            reason = "see the chief"
-        else:
-            found, reason = 0.0, ""
-            try:
-                if not rows or not _is_plain(clock.batch):
-                    reason = "batches aren't made of plain tensors"
-                else:
-                    found = _measure(model, clock.batch, rows, lambda: send(_GOES_ON))
-            except errors.KerasDistError:
-                raise
-            except Exception as error:
-                # A measurement must not end the job that it measures.
-                reason = f"a step on zeros fails: {type(error).__name__}: {error}"
-            # Frees the graph, and copies of variables, which refer to each other.
-            gc.collect()
-            seconds = send(found)
-    if seconds <= 0:
-        return reason
-    return Alone(rows=rows, seconds=seconds, worker=_has_workers(model))
-
-
 def _is_plain(batch: Any) -> bool:
     parts = tf.nest.flatten(batch)
     return bool(parts) and all(
@@ -435,8 +368,9 @@ def _is_plain(batch: Any) -> bool:
     )
 
 
-def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -> float:
+def _measure(job: JobView, rows: int, after_call: Callable[[], Any]) -> float:
     """Return the seconds of a step of this worker alone."""
+    model = job.model
 
     def zeros(spec: Any) -> Any:
         if spec is None:
@@ -445,8 +379,10 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
         return tf.zeros(shape[: spec.shape.rank], spec.dtype)
 
     with tf.device(_tf.canonical_device("CPU:0")):
-        data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
-    without_peers = _one_worker if _has_workers(model) else on_one_device
+        data = tf.data.Dataset.from_tensors(
+            tf.nest.map_structure(zeros, job.clock.batch)
+        )
+    without_peers = on_one_device if job.hooks is None else _one_worker
     with without_peers(model):
         batches = iter(_distributed(model.distribute_strategy, data.repeat()))
         function = new_train_function(model)
@@ -459,12 +395,7 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
             if calls > 0:
                 seconds += time.perf_counter() - begin
             after_call()
-    return seconds / (calls * int(model.steps_per_execution))
-
-
-def _has_workers(model: Any) -> bool:
-    """Return whether the job may have several workers, or else several devices."""
-    return isinstance(model.distribute_strategy.extended, SharingExtended)
+    return seconds / (calls * job.steps_per_call)
 
 
 @contextlib.contextmanager
@@ -508,7 +439,9 @@ class Baseline:
     def __init__(self, given: float | None, calibrate: bool) -> None:
         self._given = given
         self._calibrate = calibrate
-        self._alone: Alone | None = None
+        # Samples of a step, those of a global batch, and its seconds, without reading
+        # data and without the time between two steps.
+        self._alone: tuple[int, float] | None = None
         self.missing = calibrate
 
     @staticmethod
@@ -539,31 +472,64 @@ class Baseline:
 
     def state(self) -> list[Any]:
         """Return, as JSON, whether it's missing, and what was measured."""
-        return [self.missing, self._alone and vars(self._alone)]
+        return [self.missing, self._alone]
 
     def adopt(self, state: list[Any]) -> None:
         """Take over another worker's state."""
-        self.missing, alone = state
-        self._alone = alone and Alone(**alone)
+        self.missing, self._alone = state
 
-    def measure(self, model: Any) -> str:
-        """Measure it; all workers call it, in a `fit` that has taken a measured step.
+    def measure(self, job: JobView) -> str:
+        """Let the chief take steps by itself; all workers call it together.
+
+        Args:
+            job: That of a `fit` which has taken a measured step.
 
         Returns:
-            The result, in words.
+            The result, in words. Or why there is none: batches contain other values
+            than plain tensors, or a step on zeros fails, for example because there is
+            too little memory. The model is unchanged in any case.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`; the model is unchanged.
         """
         self.missing = False
-        found = measure_alone(model)
-        if isinstance(found, str):
+        clock, communicator = job.clock, job.communicator
+        every = gather_json(communicator, clock.rows_per_step)
+        # Asynchronous workers have whole batches each.
+        rows = round(sum(every) if job.hooks is not None and job.in_step else every[0])
+
+        def send(value: float) -> float:
+            """Send a value from the chief to all."""
+            (seconds,) = communicator.broadcast([np.float64(value)])
+            return float(seconds)
+
+        seconds, reason = _GOES_ON, "see the chief"
+        with clock.stopped():
+            while clock.rank > 0 and seconds == _GOES_ON:
+                seconds = send(_FAILED)
+            if clock.rank == 0:
+                seconds, reason = _FAILED, "batches aren't made of plain tensors"
+                try:
+                    if rows and _is_plain(clock.batch):
+                        seconds = _measure(job, rows, lambda: send(_GOES_ON))
+                except errors.KerasDistError:
+                    raise
+                except Exception as error:
+                    # A measurement must not end the job that it measures.
+                    reason = f"a step on zeros fails: {type(error).__name__}: {error}"
+                # Frees the graph, and copies of variables, which refer to each other.
+                gc.collect()
+                send(seconds)
+        if seconds <= 0:
             return (
-                f"The speed of one worker can't be measured here ({found}): give "
+                f"The speed of one worker can't be measured here ({reason}): give "
                 "`baseline=`."
             )
-        self._alone = found
-        unit = "worker alone" if found.worker else "device with the whole model"
+        self._alone = rows, seconds
+        unit = "device with the whole model" if job.hooks is None else "worker alone"
         return (
-            f"One {unit} takes {in_seconds(found.seconds)} for a step on "
-            f"{found.rows:,} samples, all zeros."
+            f"One {unit} takes {in_seconds(seconds)} for a step on {rows:,} samples, "
+            "all zeros."
         )
 
     def speed(self, times: Sequence[StepTimes]) -> float | None:
@@ -577,4 +543,5 @@ class Baseline:
         if self._alone is None or not steps:
             return self._given
         outside = sum(one.outside for one in times) / steps
-        return self._alone.rows / (self._alone.seconds + outside)
+        rows, seconds = self._alone
+        return rows / (seconds + outside)

@@ -266,7 +266,7 @@ class ScalingTensorBoard(JobCallback):
         self._count_calls()
         if self._job.in_step:
             if self._calls == _CALIBRATE and self._baseline.missing:
-                self._events.add(self._baseline.measure(self.model))
+                self._events.add(self._baseline.measure(self._job))
             if not self._windows.left:
                 self._end_window()
         if self._calls == _LOOK:
@@ -319,7 +319,7 @@ class ScalingTensorBoard(JobCallback):
         if not self._job.in_step:
             self._baseline.agree(self._job.communicator)
             if self._baseline.missing:
-                self._events.add(self._baseline.measure(self.model))
+                self._events.add(self._baseline.measure(self._job))
         if self._follow_changes():
             return
         if not self._job.in_step or self._update_freq == "epoch":
