@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -31,7 +33,8 @@ from kerasdist.prediction.noise import (
 )
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.measure.communication import StepTimes
-from kerasdist.strategies.measure.stages import StageClock, StageTimes
+from kerasdist.strategies.measure.machine import MachineReader, MachineUsage
+from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
 from kerasdist.strategies.placed.placer import on_one_device
 from kerasdist.strategies.sync.data import SharingExtended
@@ -229,6 +232,47 @@ class Events:
 _STALEST = 63
 
 
+class WorkerTotals(NamedTuple):
+    """The measurements of one worker in some steps.
+
+    Attributes:
+        times: The times of its steps.
+        machine: What it uses of its machine.
+        norms: Sums of the norms of its gradients.
+        reads: Number of its reads of weights, by the steps that they lagged, where more
+            than 63 count as 63.
+        stages: See `StageClock.take`; empty without stages.
+    """
+
+    times: StepTimes
+    machine: MachineUsage
+    norms: GradientNorms
+    reads: Counter[int]
+    stages: list[float]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> WorkerTotals:
+        """Return the totals that JSON has made a list."""
+        times, machine, norms, reads, stages = value
+        return cls(
+            StepTimes(*times),
+            MachineUsage(*machine),
+            GradientNorms(*norms),
+            Counter({int(lag): count for lag, count in reads.items()}),
+            stages,
+        )
+
+    def plus(self, other: WorkerTotals) -> WorkerTotals:
+        """Return the sums of both."""
+        return WorkerTotals(
+            self.times.plus(other.times),
+            self.machine.plus(other.machine),
+            self.norms.plus(other.norms),
+            self.reads + other.reads,
+            [*map(operator.add, self.stages, other.stages)],
+        )
+
+
 class JobView:
     """One model's job, as this worker sees it.
 
@@ -255,8 +299,7 @@ class JobView:
         self.communicator: Communicator = clock and clock.communicator
         self.stage_clock: StageClock | None = stage_clock_of(self._strategy)
         self.in_step = self.hooks is None or not self.hooks.dynamic
-        self._reads: Counter[int] = Counter()
-        self._norms = GradientNorms()
+        self._read = Counter[int](), GradientNorms()
 
     @property
     def is_chief(self) -> bool:
@@ -280,21 +323,26 @@ class JobView:
         steps = self._strategy.placement_report().steps
         return float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
 
-    def take_stages(self) -> StageTimes | None:
-        """Return the times of this worker's stages since the last call."""
-        return None if self.stage_clock is None else self.stage_clock.take()
-
-    def take_reads(self) -> Counter[int]:
-        """Return the number of this worker's reads of weights since the last call.
-
-        By the number of steps that they lagged, where more than 63 count as 63.
-        """
+    def take(self) -> WorkerTotals:
+        """Return what this worker has measured since the last call."""
         has_servers = isinstance(self._strategy, ParameterServerStrategy)
-        now: Counter[int] = Counter()
+        reads: Counter[int] = Counter()
         for lag, count in (self._strategy.staleness if has_servers else {}).items():
-            now[min(lag, _STALEST)] += count
-        new, self._reads = now - self._reads, now
-        return new
+            reads[min(lag, _STALEST)] += count
+        meter = None if self.hooks is None else self.hooks.norms
+        norms = GradientNorms() if meter is None else meter.read()
+        (reads_before, norms_before), self._read = self._read, (reads, norms)
+        return WorkerTotals(
+            times=self.clock.take(),
+            machine=self._machine.take(),
+            norms=norms_before.plus(norms, kept=-1.0),
+            reads=reads - reads_before,
+            stages=[] if self.stage_clock is None else self.stage_clock.take(),
+        )
+
+    @functools.cached_property
+    def _machine(self) -> MachineReader:
+        return MachineReader()
 
     def compression(self) -> dict[str, float]:
         """Return figures of the compressor of gradients; empty if there is none."""
@@ -302,15 +350,6 @@ class JobView:
             return {}
         found: dict[str, float] = self.hooks.gradients.figures()
         return found
-
-    def take_norms(self) -> GradientNorms:
-        """Return the norms of this worker's gradients since the last call."""
-        meter = None if self.hooks is None else self.hooks.norms
-        before, self._norms = (
-            self._norms,
-            GradientNorms() if meter is None else meter.read(),
-        )
-        return before.plus(self._norms, kept=-1.0)
 
     def noise(self, norms: Sequence[GradientNorms]) -> GradientNoise | None:
         """Return the noise that the norms of all workers show, if they do."""

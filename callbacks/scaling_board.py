@@ -21,8 +21,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -31,15 +30,21 @@ from kerasdist._keras.data.epoch_iterators import fits_arrays
 from kerasdist._keras.shared_state import JobCallback
 from kerasdist.callbacks import bottleneck, summaries
 from kerasdist.callbacks.bottleneck import Verdict, judge
-from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows
+from kerasdist.callbacks.job_view import (
+    Baseline,
+    ElasticView,
+    Events,
+    JobView,
+    Windows,
+    WorkerTotals,
+)
 from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.collectives import gather_json
 from kerasdist.prediction import report
 from kerasdist.prediction.noise import GradientNorms, add_norms
 from kerasdist.prediction.simulation import Prediction
-from kerasdist.strategies.measure.communication import StepTimes, link_speed
-from kerasdist.strategies.measure.machine import MachineReader, MachineUsage
-from kerasdist.strategies.measure.stages import StageTimes
+from kerasdist.strategies.measure.communication import link_speed
+from kerasdist.strategies.measure.stages import idle_parts
 from kerasdist.transport import log
 
 _PATHS = (str, bytes, os.PathLike)
@@ -50,24 +55,6 @@ _LOOK = 9
 # The noise of gradients changes slowly, and one window shows it badly: at the end of a
 # window this part of what earlier ones have shown remains.
 _KEPT_NORMS = 0.9
-
-
-class _Row(NamedTuple):
-    """A worker's row of what all exchange at the end of a window.
-
-    Attributes:
-        times: Its `StepTimes`, by name.
-        window: Its `Windows.state`.
-        reads: Pairs of staleness and number of reads.
-        norms: The sums of its `GradientNorms`.
-        machine: Its `MachineUsage`.
-    """
-
-    times: dict[str, Any]
-    window: list[float]
-    reads: list[tuple[int, int]]
-    norms: list[float]
-    machine: list[float]
 
 
 class ScalingTensorBoard(JobCallback):
@@ -176,14 +163,10 @@ class ScalingTensorBoard(JobCallback):
 
     def _forget_sums(self) -> None:
         """Discard the sums of the steps so far."""
-        self._sums: dict[int, StepTimes] = {}
+        self._totals: dict[int, WorkerTotals] = {}
         self._seconds = 0.0
-        self._staleness: Counter[int] = Counter()
-        self._stages: StageTimes | None = None
-        self._machines: dict[int, MachineUsage] = {}
-        # Of each worker; those of the newest windows, and of all.
+        # Of each worker, mostly those of the newest windows.
         self._recent: list[GradientNorms] = []
-        self._norms: list[GradientNorms] = []
 
     # Called by Keras.
 
@@ -219,11 +202,8 @@ class ScalingTensorBoard(JobCallback):
             )
         self._open()
         self._job.clock.start()
-        self._job.take_stages()  # of an earlier `fit`
+        self._job.take()  # of an earlier `fit`
         self._steps = self._job.steps_taken()
-        self._job.take_reads()
-        self._job.take_norms()
-        self._machine = MachineReader()
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
         self._arrays = fits_arrays()
@@ -292,8 +272,7 @@ class ScalingTensorBoard(JobCallback):
         changes = self._changes
         if changes is None or not changes.has_changed:
             return False
-        self._job.clock.take()
-        self._machine.take()
+        self._job.take()
         self._windows = Windows(self._update_freq, self._job.steps_per_call)
         self._calls = self._counted = 0
         self._forget_sums()
@@ -441,52 +420,30 @@ class ScalingTensorBoard(JobCallback):
         """End the window; all workers call it at the same step."""
         begin = time.monotonic()
         self._choose_sample()
-        times, lags = vars(self._job.clock.take()), self._job.take_reads()
-        norms = self._job.take_norms()
-        state, reads = self._windows.state(), [*lags.items()]
-        mine = _Row(times, state, reads, [*norms], [*self._machine.take()])
-        rows = [_Row(*each) for each in gather_json(self._job.communicator, mine)]
-        every = [StepTimes(**row.times) for row in rows]
-        self._windows.begin(every[0], rows[0].window)
+        sent = [self._job.take(), self._windows.state()]
+        rows = gather_json(self._job.communicator, sent)
+        every = [WorkerTotals.from_json(totals) for totals, _ in rows]
+        self._windows.begin(every[0].times, rows[0][1])
         if not self._job.is_chief:
             return
-        ranks = tuple(one.rank for one in every)
+        ranks = tuple(one.times.rank for one in every)
         self._events.note_workers(self._job.happened(), ranks)
-        every_read = sum((Counter(dict(row.reads)) for row in rows), Counter[int]())
-        used = [MachineUsage(*row.machine) for row in rows]
-        new = [GradientNorms(*row.norms) for row in rows]
+        new = [one.norms for one in every]
         self._recent = add_norms(self._recent, new, _KEPT_NORMS)
-        self._norms = add_norms(self._norms, new)
-        self._write(every, every_read, dict(zip(ranks, used, strict=True)))
-        self._windows.cost(time.monotonic() - begin)
-
-    def _write(
-        self,
-        every: list[StepTimes],
-        reads: Counter[int],
-        machines: dict[int, MachineUsage],
-    ) -> None:
-        stages = self._job.take_stages()
-        if stages is not None:
-            self._stages = stages if self._stages is None else self._stages.plus(stages)
-            if not stages.steps:
-                stages = self._stages  # no step of this window was measured
-        figures = self._figures(every, reads, stages, self._recent, machines)
-        for one in every:
-            before = self._sums.get(one.rank)
-            self._sums[one.rank] = one if before is None else before.plus(one)
-            used = self._machines.get(one.rank, MachineUsage())
-            self._machines[one.rank] = used.plus(machines[one.rank])
+        for rank, one in zip(ranks, every, strict=True):
+            before = self._totals.get(rank)
+            self._totals[rank] = one if before is None else before.plus(one)
         # A worker without a batch in an epoch measures no time, although it passes.
-        self._seconds += max(one.seconds for one in every)
-        self._staleness.update(reads)
+        self._seconds += max(one.times.seconds for one in every)
         self._steps = self._job.steps_taken()
+        figures = self._figures(every, self._recent)
         numbers: Scalars = {"": {}}
         if figures is not None:
             numbers = summaries.scalars(figures, self._job.rate())
         if self._changes is not None:
             numbers[""]["job/goodput_percent"] = self._changes.goodput_percent()
-        self._put(numbers, reads)
+        self._put(numbers, sum((one.reads for one in every), Counter[int]()))
+        self._windows.cost(time.monotonic() - begin)
 
     def _put(self, numbers: Scalars, reads: Any = None, verdict: str = "") -> None:
         if not self._has_file():
@@ -499,16 +456,19 @@ class ScalingTensorBoard(JobCallback):
 
     def _figures(
         self,
-        times: list[StepTimes],
-        reads: Mapping[int, int],
-        stages: StageTimes | None,
+        every: list[WorkerTotals],
         norms: list[GradientNorms],
-        machines: Mapping[int, MachineUsage],
         seconds: float | None = None,
     ) -> Figures | None:
+        times = [one.times for one in every]
         idle: tuple[float, ...] = ()
-        if stages is not None and times and times[0].steps:
-            idle = stages.idle(times[0].seconds / times[0].steps)
+        if every and times[0].steps:
+            # Perhaps no step of this window was measured.
+            found = (every[0].stages, self._totals[times[0].rank].stages)
+            step = times[0].seconds / times[0].steps
+            idle = idle_parts(found[0], step) or idle_parts(found[1], step)
+        reads = sum((one.reads for one in every), Counter[int]())
+        used = {one.times.rank: one.machine for one in every if one.machine.seconds}
         return combine(
             times,
             predicted=self._predicted.get(len(times)),
@@ -519,26 +479,20 @@ class ScalingTensorBoard(JobCallback):
             baseline=self._baseline.speed(times),
             devices=self._job.devices,
             between_devices=self._job.between_devices(),
-            staleness=dict(reads),
+            staleness=reads,
             idle=idle,
             compression=self._job.compression(),
             noise=self._job.noise(norms),
-            machines={rank: used for rank, used in machines.items() if used.seconds},
+            machines=used,
         )
 
     def _conclude(self) -> None:
         """Write and log the verdict on the whole `fit`."""
         if not self._job.is_chief or not self._has_file():
             return
-        times = [self._sums[rank] for rank in sorted(self._sums)]
-        self.figures = self._figures(
-            times,
-            self._staleness,
-            self._stages,
-            self._norms,
-            self._machines,
-            self._seconds,
-        )
+        every = [self._totals[rank] for rank in sorted(self._totals)]
+        norms = [one.norms for one in every]
+        self.figures = self._figures(every, norms, self._seconds)
         text = ""
         if self.figures is not None:
             self.verdict = judge(self.figures)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
+import operator
 import threading
 import time
 from collections.abc import Iterable
@@ -163,8 +163,7 @@ PHASES = ("input", "compute", "pack", "exchange", "update")
 PARTS = (*PHASES, "late", "sent", "communicating")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Sums over the steps of one worker.
 
     The phases follow each other: they add up to `seconds`. `steps`, `rows`, `seconds`
@@ -205,15 +204,11 @@ class StepTimes:
 
     def plus(self, other: StepTimes) -> StepTimes:
         """Return the sums of both; the rank is this one's."""
-        sums = {
-            name: value + getattr(other, name) for name, value in vars(self).items()
-        }
-        return StepTimes(**{**sums, "rank": self.rank})
+        return StepTimes(*map(operator.add, self, other))._replace(rank=self.rank)
 
     def scaled(self, by: float, names: Iterable[str] = PARTS) -> StepTimes:
         """Return them with some of the numbers multiplied."""
-        scaled = {name: by * getattr(self, name) for name in names}
-        return dataclasses.replace(self, **scaled)
+        return self._replace(**{name: by * getattr(self, name) for name in names})
 
 
 # Recorders of the spans of communication.

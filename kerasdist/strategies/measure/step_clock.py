@@ -30,7 +30,6 @@ when gradients are sent.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import random
 import time
@@ -345,8 +344,7 @@ class StepClock:
         # 2. Extrapolate to all steps of the window; without a measured step these steps
         # count like those of the last window.
         times = self._usual.scaled(steps)
-        times = dataclasses.replace(
-            times,
+        times = times._replace(
             rank=self.rank,
             steps=steps,
             rows=float(sums[Slot.ROWS]),
@@ -360,7 +358,7 @@ class StepClock:
         whole = sum(getattr(times, name) for name in communication.PHASES)
         if whole > seconds:
             times = times.scaled(seconds / whole, (*communication.PHASES, "late"))
-        times = dataclasses.replace(times, outside=max(seconds - whole, 0.0))
+        times = times._replace(outside=max(seconds - whole, 0.0))
         self._forget(now)
         return times
 
