@@ -9,7 +9,7 @@ import math
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -38,6 +38,36 @@ from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
 from kerasdist.strategies.placed.placer import on_one_device
 from kerasdist.strategies.sync.data import SharingExtended
+
+# The arguments of a callback.
+
+
+def check_arguments(callback: str, right: Mapping[str, bool]) -> None:
+    """Check what a callback was given.
+
+    Args:
+        callback: Its name.
+        right: By what was given and what is expected, whether it's right.
+
+    Raises:
+        ValueError: Some isn't; the message has all of them.
+    """
+    faults = "; and ".join(text for text, fine in right.items() if not fine)
+    if faults:
+        raise ValueError(f"`{callback}` can't be made. Received: {faults}.")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether an argument is a finite number."""
+    return (
+        isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    )
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Return whether an argument is a whole number that isn't less than `least`."""
+    return is_number(value) and value == int(value) >= least
+
 
 # The lengths of windows of steps, in calls, which all workers know.
 #
@@ -299,7 +329,8 @@ class JobView:
         self.communicator: Communicator = clock and clock.communicator
         self.stage_clock: StageClock | None = stage_clock_of(self._strategy)
         self.in_step = self.hooks is None or not self.hooks.dynamic
-        self._read = Counter[int](), GradientNorms()
+        self._reads: Counter[int] = Counter()
+        self._norms = GradientNorms()
 
     @property
     def is_chief(self) -> bool:
@@ -329,16 +360,23 @@ class JobView:
         reads: Counter[int] = Counter()
         for lag, count in (self._strategy.staleness if has_servers else {}).items():
             reads[min(lag, _STALEST)] += count
-        meter = None if self.hooks is None else self.hooks.norms
-        norms = GradientNorms() if meter is None else meter.read()
-        (reads_before, norms_before), self._read = self._read, (reads, norms)
+        before, self._reads = self._reads, reads
         return WorkerTotals(
             times=self.clock.take(),
             machine=self._machine.take(),
-            norms=norms_before.plus(norms, kept=-1.0),
-            reads=reads - reads_before,
+            norms=self.take_norms(),
+            reads=reads - before,
             stages=[] if self.stage_clock is None else self.stage_clock.take(),
         )
+
+    def take_norms(self) -> GradientNorms:
+        """Return the norms of this worker's gradients since the last call."""
+        meter = None if self.hooks is None else self.hooks.norms
+        before, self._norms = (
+            self._norms,
+            GradientNorms() if meter is None else meter.read(),
+        )
+        return before.plus(self._norms, kept=-1.0)
 
     @functools.cached_property
     def _machine(self) -> MachineReader:
@@ -482,23 +520,6 @@ class Baseline:
         # data and without the time between two steps.
         self._alone: tuple[int, float] | None = None
         self.missing = calibrate
-
-    @staticmethod
-    def checks(given: Any, calibrate: Any) -> dict[str, bool]:
-        """Return what is wrong with a user's arguments unless a condition holds."""
-        is_number = isinstance(given, Real) and not isinstance(given, bool)
-        return {
-            "`baseline` must be a positive number of examples per second. "
-            f"Received: baseline={given!r}.": (
-                given is None or (is_number and 0 < float(given) < math.inf)
-            ),
-            "`calibrate` must be True or False. "
-            f"Received: calibrate={calibrate!r}.": isinstance(calibrate, bool),
-            "`baseline` is given, or measured with `calibrate`, but not both. "
-            f"Received: baseline={given!r}, calibrate={calibrate!r}.": (
-                given is None or calibrate is not True
-            ),
-        }
 
     def agree(self, communicator: Communicator) -> None:
         """Take over from the chief whether it's missing: others may have joined later.

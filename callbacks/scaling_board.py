@@ -37,6 +37,9 @@ from kerasdist.callbacks.job_view import (
     JobView,
     Windows,
     WorkerTotals,
+    check_arguments,
+    is_number,
+    is_whole,
 )
 from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.collectives import gather_json
@@ -110,26 +113,26 @@ class ScalingTensorBoard(JobCallback):
         verbose: int = 1,
     ) -> None:
         super().__init__()
-        is_freq = isinstance(update_freq, int) and not isinstance(update_freq, bool)
-        checks = {
-            "`log_dir` must be the path of a folder. "
-            f"Received: log_dir={log_dir!r}.": isinstance(log_dir, _PATHS),
-            **Baseline.checks(baseline, calibrate),
-            "`update_freq` must be 'auto', 'epoch' or a positive number of batches. "
-            f"Received: update_freq={update_freq!r}.": (
-                update_freq in ("auto", "epoch") or (is_freq and int(update_freq) > 0)
+        is_freq = isinstance(update_freq, int) and is_whole(update_freq, 1)
+        right = {
+            f"log_dir={log_dir!r}; expected the path of a folder": (
+                isinstance(log_dir, _PATHS)
             ),
-        }
-        checks |= {
-            "`prediction` must be the path of a file, or None. "
-            f"Received: prediction={prediction!r}.": (
+            f"baseline={baseline!r}; expected a positive number of examples per "
+            "second, or None": baseline is None
+            or (is_number(baseline) and baseline > 0),
+            f"calibrate={calibrate!r}; expected True or False": (
+                isinstance(calibrate, bool)
+            ),
+            f"baseline={baseline!r} and calibrate={calibrate!r}; expected one of "
+            "them": baseline is None or calibrate is not True,
+            f"update_freq={update_freq!r}; expected 'auto', 'epoch' or a positive "
+            "number of batches": is_freq or update_freq in ("auto", "epoch"),
+            f"prediction={prediction!r}; expected the path of a file, or None": (
                 prediction is None or isinstance(prediction, _PATHS)
             ),
         }
-        if not all(checks.values()):
-            raise ValueError(
-                " ".join(text for text, fine in checks.items() if not fine)
-            )
+        check_arguments("ScalingTensorBoard", right)
         self.log_dir = os.fsdecode(log_dir)
         self.figures: Figures | None
         self.verdict: Verdict | None

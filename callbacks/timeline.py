@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerasdist._keras.shared_state import JobCallback
-from kerasdist.callbacks.job_view import JobView
+from kerasdist.callbacks.job_view import JobView, check_arguments, is_whole
 from kerasdist.collectives import gather_json
 from kerasdist.strategies.measure.communication import Span, SpanList
 from kerasdist.strategies.measure.stages import (
@@ -21,7 +21,6 @@ from kerasdist.strategies.measure.stages import (
     StageClock,
     clock_offset,
 )
-from kerasdist.strategies.sync.extended import DataParallelStrategy
 from kerasdist.transport import log
 from kerasdist.transport.tracing import NAMES, now
 
@@ -85,27 +84,16 @@ class Timeline(JobCallback):
     ) -> None:
         super().__init__()
         self.path = Path(path)
-        faults = []
-        if self.path.suffix and not self.path.name.endswith(_ENDINGS):
-            faults.append(
-                f"path={str(path)!r}; expected a name in {', '.join(_ENDINGS)}, or of "
-                "a folder, without an ending"
-            )
-        try:
-            first, stop = steps
-            right = first == int(first) >= 0 and stop == int(stop) > first
-        except (TypeError, ValueError):
-            right = False
-        if not right:
-            faults.append(
-                f"steps={steps!r}; expected two numbers, the first step and the one "
-                "after the last"
-            )
-        if faults:
-            raise ValueError(
-                "`Timeline` can't be made. Received: " + "; and ".join(faults) + "."
-            )
-        self.steps = int(first), int(stop)
+        right = {
+            f"path={str(path)!r}; expected a name in {', '.join(_ENDINGS)}, or of a "
+            "folder, without an ending": (
+                not self.path.suffix or self.path.name.endswith(_ENDINGS)
+            ),
+            f"steps={steps!r}; expected two numbers, the first step and the one after "
+            "the last": _is_window(steps),
+        }
+        check_arguments("Timeline", right)
+        self.steps = int(steps[0]), int(steps[1])
         self.verbose = verbose
         self._job: JobView
         self._taken = self._batch = self._begun = self._before = 0
@@ -124,9 +112,8 @@ class Timeline(JobCallback):
         self._done = False
         self._record = None
         self._job = JobView(self.model)
-        strategy = self.model.distribute_strategy
-        is_job = isinstance(strategy, DataParallelStrategy)
-        self._log = SpanList(strategy.communicator if is_job else None, _MOST_SPANS)
+        communicator = None if self._job.hooks is None else self._job.communicator
+        self._log = SpanList(communicator, _MOST_SPANS)
         if not self._job.in_step:
             # These workers have no collectives inside an epoch.
             self._open()
@@ -164,8 +151,9 @@ class Timeline(JobCallback):
         self._taken += count
         if self._record is None or not self._log.listening:
             return
+        name = f"step {first}" if count == 1 else f"steps {first} to {self._taken - 1}"
         self._record.executions.append(
-            Execution(first, count, self._begun, ended, self._before)
+            Span(name, self._begun, ended, step=self._before)
         )
         self._before = self._log.step
         self._record.stages += self._look()
@@ -300,6 +288,14 @@ class Timeline(JobCallback):
             )
 
 
+def _is_window(steps: Any) -> bool:
+    try:
+        first, stop = steps
+    except (TypeError, ValueError):
+        return False
+    return is_whole(first, 0) and is_whole(stop, 1) and bool(stop > first)
+
+
 def _replace(path: Path, records: list[Record]) -> None:
     """Write one file; a reader gets the one before until the new one is complete."""
     if path.suffix == ".pb":
@@ -396,24 +392,6 @@ _NUMBERS = 1000
 _NEVER = 1 << 62
 
 
-class Execution(NamedTuple):
-    """One call of the function that takes steps.
-
-    Attributes:
-        first: Number of its first step in this `fit`.
-        steps: The number of its steps.
-        begin: When it began, in nanoseconds.
-        end: When it ended.
-        before: The communicator's number of steps when it began.
-    """
-
-    first: int
-    steps: int
-    begin: int
-    end: int
-    before: int = 0
-
-
 @dataclass
 class Record:
     """The record of one rank.
@@ -423,7 +401,8 @@ class Record:
         host: Its name.
         offsets: The lead of its clock over rank 0's: at the begin and the end, see
             `strategies.measure.stages`.
-        executions: Its steps.
+        executions: Its calls of the function that takes steps: their numbers in this
+            `fit`, and that of the communicator when it began.
         spans: The spans of its communicator.
         dropped: Number of spans that weren't kept.
         stages: The spans of its stages: a stage is a thread.
@@ -432,7 +411,7 @@ class Record:
     rank: int
     host: str
     offsets: list[Offset]
-    executions: list[Execution] = field(default_factory=list)
+    executions: list[Span] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
     stages: list[Span] = field(default_factory=list)
@@ -440,12 +419,12 @@ class Record:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Record:
         """Return the record that has these attributes, of what JSON has."""
-        kinds = {"offsets": Offset, "executions": Execution}
-        kinds |= {"spans": Span, "stages": Span}
-        lists = {
-            name: [kind(*each) for each in found[name]] for name, kind in kinds.items()
+        spans = {
+            name: [Span(*each) for each in found[name]]
+            for name in ("executions", "spans", "stages")
         }
-        return cls(**{**found, **lists})
+        offsets = [Offset(*each) for each in found["offsets"]]
+        return cls(**{**found, **spans, "offsets": offsets})
 
     def aligned(self, time: int) -> int:
         """Convert a time of this rank's clock to rank 0's clock."""
@@ -559,8 +538,8 @@ def _category(lane: int) -> str:
 
 
 def _begin(record: Record) -> int:
-    times = [each.begin for each in record.executions]
-    times += [each.begin for each in (*record.spans, *record.stages)]
+    spans = (*record.executions, *record.spans, *record.stages)
+    times = [each.begin for each in spans]
     return record.aligned(min(times)) if times else 0
 
 
@@ -645,18 +624,16 @@ def _gaps(span: Span, others: Sequence[Span]) -> Iterator[Span]:
         yield span._replace(begin=begin)
 
 
-def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:
+def _parts(execution: Span, spans: Sequence[Span]) -> Iterator[Span]:
     """Yield an execution as a span, and its parts, derived from its collectives."""
-    first, last = execution.first, execution.first + execution.steps - 1
-    name = f"step {first}" if first == last else f"steps {first} to {last}"
-    yield Span(name, execution.begin, execution.end)
+    yield execution
     exchanges: dict[int, tuple[int, int]] = {}
     for span in spans:
         inside = execution.begin <= span.begin and span.end <= execution.end
         if not inside or span.name in NAMES:
             continue
         # Before the first bucket of a step others may exchange something.
-        if span.name != "push_pull" and span.step <= execution.before:
+        if span.name != "push_pull" and span.step <= execution.step:
             continue
         begin, end = exchanges.get(span.step, (span.begin, span.end))
         exchanges[span.step] = min(begin, span.begin), max(end, span.end)

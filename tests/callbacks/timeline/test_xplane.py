@@ -1,6 +1,6 @@
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from kerasdist.callbacks.timeline import Execution, Record, processes, xspace
+from kerasdist.callbacks.timeline import Record, processes, xspace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
 
@@ -11,11 +11,9 @@ def test_every_span_is_there():
         Span("pack", 21_000, 23_000, 400, thread=7, step=1),
         Span("send", 24_000, 29_000, 200, thread=7, step=1),
     ]
-    done = [Execution(4, 1, 100, 40_000)]
-    records = [
-        Record(rank, "a:1", [Offset(0, 50 * rank, 10)], done, spans)
-        for rank in range(2)
-    ]
+    done = [Span("step 4", 100, 40_000)]
+    ahead = [[Offset(0, 50 * rank, 10)] for rank in range(2)]
+    records = [Record(r, "a:1", each, done, spans) for r, each in enumerate(ahead)]
     space = xplane_pb2.XSpace.FromString(xspace(records))
     assert [plane.name for plane in space.planes] == [
         "/device:CUSTOM:rank 0 (a:1)",
