@@ -65,13 +65,14 @@ class Slot(enum.IntEnum):
     From `BEGIN` on they are times, and from `SENT` on sums of spans: bytes, seconds
     until the first byte arrived, of all collectives and exchanges with servers, of
     these exchanges, of packing, and of all parts of collectives but sending. The last
-    ones are seconds inside of calls that are several steps each, of waiting for other
-    workers before a step began, and in which passes waited for others.
+    ones are seconds: inside of measured calls that are several steps each; of waiting
+    for data, and for other workers, that no graph's clock measures; of the latter in
+    measured calls; and in which passes waited for others.
     """
 
     STEPS, ROWS, MEASURED, UPDATES, BEGIN, READY, END, GRADIENTS, REDUCED = range(9)
     SENT, LATE, COMMUNICATING, SERVERS, PACKING, PARTS = range(9, 15)
-    INSIDE, MET, AWAITED = range(15, 18)
+    INSIDE, WAITED, MET, MET_MEASURED, AWAITED = range(15, 20)
 
 
 # Those that a graph adds to, and of these the times.

@@ -62,7 +62,7 @@ def parts_of_a_step(sums: Array, *, several: bool, in_turn: bool) -> StepTimes:
     running, exchange = end - ready, max(reduced - gradients, 0.0)
     # Where the next batch is fetched within an execution, the fetch's end counts.
     waiting = sums[Slot.INSIDE] - running if several else ready - begin
-    waiting -= sums[Slot.MET]
+    waiting -= sums[Slot.MET_MEASURED]
     if sums[Slot.UPDATES] == steps:
         compute, update = gradients - ready, end - reduced
     else:
@@ -229,16 +229,15 @@ class StepClock:
         # Those of calls that don't count.
         self._left_out = np.zeros(len(Slot))
         self._is_eager = False
-        # The state before a call that traces, and before one that warms up.
-        self._traced: Array | None = None
-        self._kept: Array | None = None
+        # The sums before a call that traces or warms up, and the first of them that it
+        # doesn't count in.
+        self._excluded: tuple[Array, int] | None = None
         self._entered = self._left = self._since = 0.0
         # Whether measured calls are several steps each.
         self._several = False
-        # Seconds of waiting for data, the same at the end of the last step, and seconds
-        # of waiting for other workers that no graph's clock measures.
-        self._waited = self._waited_before = self._met = 0.0
-        # The same for this call.
+        # Seconds of waiting for data since the last step.
+        self._pending = 0.0
+        # In this call, of waiting for data and for other workers.
         self._call_waited = self._call_met = 0.0
         self._sampling = Sampling()
         # Of one step, as last measured.
@@ -258,8 +257,9 @@ class StepClock:
         self.running = True
         self._sampling = Sampling()
         self._usual = StepTimes()
-        self._forget()
-        self._started = self._before.copy()
+        self._started = self._before = self._sums()
+        self._left = self._since = time.time()
+        self._pending = 0.0
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -272,7 +272,7 @@ class StepClock:
         gap = time.time() - self._left
         self._since += gap
         self._left += gap
-        self._waited = self._waited_before
+        self._pending = 0.0
 
     def measure(self, seconds: float) -> None:
         """Set how many calls are measured from here on, for calls of this duration.
@@ -341,6 +341,7 @@ class StepClock:
             self._usual = parts_of_a_step(
                 sums, several=self._several, in_turn=self._in_turn
             )
+        waited, met = float(sums[Slot.WAITED]), float(sums[Slot.MET])
         # 2. Extrapolate to all steps of the window; without a measured step these steps
         # count like those of the last window.
         times = self._usual.scaled(steps)
@@ -350,30 +351,21 @@ class StepClock:
             rows=float(sums[Slot.ROWS]),
             seconds=seconds,
             # Values that are known for all calls aren't extrapolated from some.
-            input=times.input + self._waited_before,
-            exchange=times.exchange + self._met,
-            late=times.late + self._met,
+            input=times.input + waited,
+            exchange=times.exchange + met,
+            late=times.late + met,
         )
         # 3. Scale to the window's time: measured steps may have been the longer ones.
         whole = sum(getattr(times, name) for name in communication.PHASES)
         if whole > seconds:
             times = times.scaled(seconds / whole, (*communication.PHASES, "late"))
         times = times._replace(outside=max(seconds - whole, 0.0))
-        self._forget(now)
+        # Waiting since the end of the last step is a part of the next one.
+        self._before, self._since = now, self._left
         return times
 
     def _sums(self) -> Array:
         return self._summed.read() + self._spans.read() - self._left_out
-
-    def _forget(self, now: Array | None = None) -> None:
-        """Begin a window with the next step."""
-        self._before = self._sums() if now is None else now
-        if now is None:
-            self._left = time.time()
-        self._since = self._left
-        # Waiting since the end of the last step is a part of the next one.
-        self._waited = 0.0 if now is None else self._waited - self._waited_before
-        self._waited_before = self._met = 0.0
 
     # For the train function.
 
@@ -391,7 +383,7 @@ class StepClock:
         self.asked = self.always
         if self.timed:
             if self._sampling.warming and not always:
-                self._kept = self._sums()
+                self._excluded = self._sums(), Slot.MEASURED
             self._spans.listen(True)
             self._entered = time.time()
         return self.timed
@@ -410,28 +402,24 @@ class StepClock:
         waited, met, eager = self._call_waited, self._call_met, self._is_eager
         self._call_waited = self._call_met = 0.0
         self._noted = self._is_eager = False
-        if self.timed:
-            self._spans.listen(False)
         timed, self.timed = self.timed, False
-        if self._traced is not None:
-            self._leave_out(self._traced if self._kept is None else self._kept)
-            self._traced = self._kept = None
-            self._since += left - self._left
-            self._waited = self._waited_before
-            return
-        self._met += met
-        if eager:
-            self._waited += waited  # before its step began
-        self._waited_before = self._waited
-        if not timed:
-            return
-        if self._kept is not None:
-            self._leave_out(self._kept, Slot.MEASURED)
-            self._kept = None
+        if timed:
+            self._spans.listen(False)
+        excluded, self._excluded = self._excluded, None
+        pending, self._pending = self._pending, 0.0
+        if excluded is not None:
+            self._leave_out(*excluded)
+            if not excluded[1]:
+                self._since += left - self._left
+                return
+        # A graph's clock measures the waiting in a call itself.
+        pending += waited if eager else 0.0
+        self._summed.add_eagerly({Slot.WAITED: pending, Slot.MET: met})
+        if not timed or excluded is not None:
             return
         if not eager:
             # The graph's clock counts it as input, like all before the step.
-            self._summed.add_eagerly({Slot.MET: met})
+            self._summed.add_eagerly({Slot.MET_MEASURED: met})
         self._several = executions > 1
         if self._several:
             self._summed.add_eagerly({Slot.INSIDE: left - self._entered})
@@ -445,17 +433,19 @@ class StepClock:
 
     def _note_trace(self) -> None:
         """Keep the state before a graph that is being traced runs."""
-        if self._in_call and self._traced is None:
-            self._noted = True
-            with tf.init_scope():
-                self._traced = self._sums()
+        if not self._in_call or (self._excluded and not self._excluded[1]):
+            return
+        self._noted = True
+        with tf.init_scope():
+            sums = self._excluded[0] if self._excluded else self._sums()
+            self._excluded = sums, 0
 
     def waited(
         self, seconds: float, *, others: bool = False, between: bool = False
     ) -> None:
         """See `StepTimer.waited`."""
         if between:
-            self._waited += seconds
+            self._pending += seconds
         elif self._in_call and others:
             self._call_met += seconds
         elif self._in_call:
