@@ -99,7 +99,9 @@ class Timeline(JobCallback):
         self._taken = self._batch = self._begun = self._before = 0
         self._done = True
         self._log = SpanList(None, _MOST_SPANS)
-        self._record: Record | None = None
+        # Whether the record has begun; that of a worker which joins later than others'.
+        self._opened = False
+        self._record = Record()
         # The worker, by its rank at the start, whose clock offsets are relative to.
         self._reference = 0
 
@@ -109,8 +111,8 @@ class Timeline(JobCallback):
         """Begin to count steps."""
         self._log.listen(False)  # an earlier `fit` may have failed
         self._taken = 0
-        self._done = False
-        self._record = None
+        self._done = self._opened = False
+        self._record = Record()
         self._job = JobView(self.model)
         communicator = None if self._job.hooks is None else self._job.communicator
         self._log = SpanList(communicator, _MOST_SPANS)
@@ -129,16 +131,16 @@ class Timeline(JobCallback):
             self._job.clock.asked = True
         if ahead >= count:
             return
-        if self._record is None:
+        if not self._opened:
             self._open()
         if not self._log.listening:
             self._log.listen(True)
             self._before = self._log.step
-            clock, record = self._stage_clock, self._record
+            clock = self._stage_clock
             # One worker may have stages on other machines.
             error = 0 if clock is None else clock.align()
-            if error and record is not None:
-                record.offsets = [Offset(now(), 0, error)]
+            if error:
+                self._record.offsets = [Offset(now(), 0, error)]
         self._look()  # drop the spans before
         self._begun = now()
 
@@ -149,7 +151,7 @@ class Timeline(JobCallback):
         ended = now()
         first, count = self._taken, batch - self._batch + 1
         self._taken += count
-        if self._record is None or not self._log.listening:
+        if not self._log.listening:
             return
         name = f"step {first}" if count == 1 else f"steps {first} to {self._taken - 1}"
         self._record.executions.append(
@@ -178,7 +180,7 @@ class Timeline(JobCallback):
         if self._done:
             return
         self._log.listen(False)
-        if self._record is not None:
+        if self._opened:
             self._write()
         elif self.verbose and self._job.is_chief:
             log.info(
@@ -192,22 +194,6 @@ class Timeline(JobCallback):
         del error
         self._done = True
         self._log.listen(False)
-
-    def _state_for_newcomers(self) -> dict[str, Any]:
-        """See `JobCallback._state_for_newcomers`."""
-        return {
-            "taken": self._taken,
-            "done": self._done,
-            "recording": self._record is not None,
-            "reference": self._reference,
-        }
-
-    def _adopt_state(self, state: dict[str, Any]) -> None:
-        """See `JobCallback._adopt_state`: its record begins later than the others'."""
-        self._taken, self._done = state["taken"], state["done"]
-        self._reference = state["reference"]
-        if state["recording"] and self._log.communicator is not None:
-            self._record = self._new_record()
 
     # The record.
 
@@ -225,43 +211,35 @@ class Timeline(JobCallback):
 
     def _open(self) -> None:
         """Begin the record; for workers in step this is a collective."""
-        self._record = self._new_record()
+        self._opened = True
         self._align()
 
-    def _new_record(self) -> Record:
-        communicator = self._log.communicator
-        if communicator is None:
-            return Record(0, "this worker", [Offset(now(), 0, 0)])
-        here = communicator.peers[communicator.rank].address
-        return Record(communicator.rank, here, [])
-
     def _align(self) -> None:
-        communicator, record = self._log.communicator, self._record
-        if communicator is None or record is None:
+        communicator, offsets = self._log.communicator, self._record.offsets
+        if communicator is None:
             return
         found = clock_offset(communicator)
         chief = communicator.ranks[0]
         if chief != self._reference:
             # Offsets from the clock of a chief that was lost.
-            record.offsets.clear()
+            offsets.clear()
         self._reference = chief
         if communicator.size == 1 and not self._job.in_step:
             return  # it joined later, and is alone: its offset is known at the end
-        record.offsets.append(found)
+        offsets.append(found)
 
     def _write(self) -> None:
         """Gather the records of all ranks; the chief writes the file."""
         self._done = True
         record, communicator = self._record, self._log.communicator
-        if record is None:
-            return
         record.spans, record.dropped = self._log.spans, self._log.dropped
+        self._align()
+        if not record.offsets:
+            record.offsets.append(Offset(now(), 0, 0))
         records = [record]
         if communicator is not None:
-            self._align()
             record.rank = communicator.rank
-            if not record.offsets:
-                record.offsets.append(Offset(now(), 0, 0))
+            record.host = communicator.peers[record.rank].address
             every = gather_json(communicator, vars(record), compressed=True)
             if not self._job.is_chief:
                 return
@@ -408,9 +386,9 @@ class Record:
         stages: The spans of its stages: a stage is a thread.
     """
 
-    rank: int
-    host: str
-    offsets: list[Offset]
+    rank: int = 0
+    host: str = "this worker"
+    offsets: list[Offset] = field(default_factory=list)
     executions: list[Span] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
