@@ -181,7 +181,7 @@ class ScaleLearningRate(JobCallback):
         self._job = JobView(model)
         for optimizer in self._optimizers():
             if learning_rate.scaling_of(optimizer) is None:
-                learning_rate.scaling_of(optimizer, make=True)
+                learning_rate.make_scaling(optimizer)
                 # A function that was traced before doesn't scale.
                 model.train_function = None
         hooks = self._job.hooks
@@ -234,9 +234,7 @@ class ScaleLearningRate(JobCallback):
         self._begun = True
         behind = 0
         for optimizer in self._optimizers():
-            scaling = learning_rate.scaling_of(optimizer, make=True)
-            if scaling is None:
-                continue
+            scaling = learning_rate.make_scaling(optimizer)
             taken = int(steps_of(optimizer).numpy())
             _, steps, shift = scaling.values
             last = (taken + shift, steps) if steps else None
@@ -314,9 +312,7 @@ class ScaleLearningRate(JobCallback):
         batch = self._norms[0].steps / self._norms[0].per_row
         self.factor = noise.gain(batch, batch / self._measured)
         for optimizer in self._optimizers():
-            scaling = learning_rate.scaling_of(optimizer, make=True)
-            if scaling is not None:
-                scaling.set(self.factor, 0, 0)
+            learning_rate.make_scaling(optimizer).set(self.factor, 0, 0)
 
     def _optimizers(self) -> list[Any]:
         found = learning_rate.leaves_of(self.model)

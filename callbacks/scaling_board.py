@@ -151,9 +151,8 @@ class ScalingTensorBoard(JobCallback):
         self.figures = self.verdict = None
         self._link: float | None = None
         self._baseline = Baseline(*self._speed)
-        # Calls that have begun, those that the window has counted, and the call before
-        # which something is to be done next.
-        self._calls = self._counted = 0
+        # Calls that have begun, and the one before which something is to be done next.
+        self._calls = 0
         self._due = 0.0
         self._epoch_began: float | None = None
         self._windows = Windows(self._update_freq, steps_per_call)
@@ -237,6 +236,7 @@ class ScalingTensorBoard(JobCallback):
         ):
             self._before_call()
         self._calls += 1
+        self._windows.calls += 1
 
     def _before_call(self) -> None:
         """Run the work that is due before this call, and schedule the next."""
@@ -246,7 +246,6 @@ class ScalingTensorBoard(JobCallback):
             made = time.monotonic() - self._epoch_began
             self._job.clock.waited(made, between=True)
             self._epoch_began = None
-        self._count_calls()
         if self._job.in_step:
             if self._calls == _CALIBRATE and self._baseline.missing:
                 self._events.add(self._baseline.measure(self._job))
@@ -258,11 +257,6 @@ class ScalingTensorBoard(JobCallback):
         if self._job.in_step:
             ahead.append(self._calls + max(self._windows.left, 1))
         self._due = min(ahead, default=math.inf)
-
-    def _count_calls(self) -> None:
-        """Add the calls since the last time to the window."""
-        self._windows.calls += self._calls - self._counted
-        self._counted = self._calls
 
     def _follow_changes(self) -> bool:
         """Begin to measure the present workers, if they have changed.
@@ -277,7 +271,7 @@ class ScalingTensorBoard(JobCallback):
             return False
         self._job.take()
         self._windows = Windows(self._update_freq, self._job.steps_per_call)
-        self._calls = self._counted = 0
+        self._calls = 0
         self._forget_sums()
         new = changes.take()
         steps = self._job.steps_taken()
@@ -305,7 +299,6 @@ class ScalingTensorBoard(JobCallback):
         if self._follow_changes():
             return
         if not self._job.in_step or self._update_freq == "epoch":
-            self._count_calls()
             self._end_window()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -313,7 +306,6 @@ class ScalingTensorBoard(JobCallback):
         if not self._active:
             return
         self._follow_changes()
-        self._count_calls()
         if self._job.in_step and self._windows.calls:
             self._end_window()
         if self._baseline.missing:
@@ -392,8 +384,8 @@ class ScalingTensorBoard(JobCallback):
             )
         return ""
 
-    def _has_file(self) -> bool:
-        """Return whether there's a file to write to; a new chief makes one."""
+    def _file(self) -> Summaries | None:
+        """Return the file to write to, if there is one; a new chief makes one."""
         changes = self._changes
         if self._summaries is None and changes and changes.writable:
             fault = self._make_file()
@@ -406,7 +398,7 @@ class ScalingTensorBoard(JobCallback):
                     "all workers share.",
                     stacklevel=2,
                 )
-        return self._summaries is not None
+        return self._summaries
 
     def _choose_sample(self) -> None:
         """Choose the calls to measure; workers in step measure the same ones."""
@@ -449,13 +441,10 @@ class ScalingTensorBoard(JobCallback):
         self._windows.cost(time.monotonic() - begin)
 
     def _put(self, numbers: Scalars, reads: Any = None, verdict: str = "") -> None:
-        if not self._has_file():
-            return
-        words = {summaries.VERDICT: verdict, summaries.EVENTS: self._events.take()}
-        texts = {tag: text for tag, text in words.items() if text}
-        histograms = {summaries.STALENESS: reads} if reads else {}
-        if self._summaries is not None:
-            self._summaries.write(self._steps, numbers, texts, histograms)
+        file = self._file()
+        if file is not None:
+            texts = {summaries.VERDICT: verdict, summaries.EVENTS: self._events.take()}
+            file.write(self._steps, numbers, texts, reads)
 
     def _figures(
         self,
@@ -491,7 +480,7 @@ class ScalingTensorBoard(JobCallback):
 
     def _conclude(self) -> None:
         """Write and log the verdict on the whole `fit`."""
-        if not self._job.is_chief or not self._has_file():
+        if not self._job.is_chief or (file := self._file()) is None:
             return
         every = [self._totals[rank] for rank in sorted(self._totals)]
         norms = [one.norms for one in every]
@@ -504,6 +493,5 @@ class ScalingTensorBoard(JobCallback):
                 log.info("%s", bottleneck.to_text(self.figures, self.verdict))
         self._put({}, verdict=text)
         self._changes = None
-        if self._summaries is not None:
-            self._summaries.close()
+        file.close()
         self._summaries = None

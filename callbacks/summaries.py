@@ -427,24 +427,24 @@ class Summaries:
         self,
         step: int,
         scalars: Scalars,
-        texts: Mapping[str, str] | None = None,
-        histograms: Mapping[str, Mapping[int, int]] | None = None,
+        texts: Mapping[str, str],
+        reads: Mapping[int, int] | None = None,
     ) -> None:
         """Write the values of one step.
 
         Args:
             step: Its number.
             scalars: Numbers.
-            texts: Markdown by tag.
-            histograms: By tag the count of each number.
+            texts: Markdown by tag; empty ones aren't written.
+            reads: Number of reads of weights, by their staleness.
         """
         runs = {
             run: [scalar_pb(tag, value) for tag, value in values.items()]
             for run, values in {"": {}, **scalars}.items()
         }
-        runs[""] += [text_pb(tag, text) for tag, text in (texts or {}).items()]
-        for tag, counts in (histograms or {}).items():
-            runs[""].append(histogram_pb(tag, _values(counts), _MOST_BUCKETS))
+        runs[""] += [text_pb(tag, text) for tag, text in texts.items() if text]
+        if reads:
+            runs[""].append(histogram_pb(STALENESS, _values(reads), _MOST_BUCKETS))
         for run, parts in runs.items():
             if parts:
                 values = [value for part in parts for value in part.value]

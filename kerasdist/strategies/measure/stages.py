@@ -181,10 +181,14 @@ class StageClock:
     Args:
         devices: Full names of the stages' devices.
         host: The device in whose memory the sums are.
+
+    Attributes:
+        can_look: Whether the times of single visits can be determined.
     """
 
     def __init__(self, devices: Sequence[str], host: str) -> None:
         self._devices = tuple(devices)
+        self.can_look = graph_clocks.can_be_marked(devices)
         self._host = host
         self._graphs: list[_Graph] = []
         self._ahead: dict[str, float] = {}
@@ -201,7 +205,7 @@ class StageClock:
             first: How many operations it had before the step.
             parts: Operations at which micro-batches begin.
         """
-        if not graph_clocks.can_be_marked(self._devices):
+        if not self.can_look:
             return
         found = graph_clocks.mark_visits(graph, first, parts, self._devices)
         if not found:
@@ -243,11 +247,6 @@ class StageClock:
             totals.assign_add(tf.stack([(1.0 - others) * sums, others * sums]))
         return _Graph(visits, totals, *np.zeros((2, count)))
 
-    @property
-    def can_look(self) -> bool:
-        """Return whether the times of single visits can be determined."""
-        return graph_clocks.can_be_marked(self._devices)
-
     def align(self) -> int:
         """Determine by how much other machines' clocks are ahead of this one's.
 
@@ -277,8 +276,6 @@ class StageClock:
         other machines `align` must have been called. Times are those of `now`.
         """
         found: list[Span] = []
-        if not self.can_look:
-            return found
         ahead = now() - time.time_ns()
         for graph in self._graphs:
             totals = np.asarray(graph.totals.numpy()).sum(0)

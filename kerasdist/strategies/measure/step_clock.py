@@ -197,6 +197,7 @@ class StepClock:
             is stopped.
         always: Whether each call is `asked` for.
         timed: Whether the current call is measured.
+        several: Whether measured calls are several steps each.
         marks: See `StepTimer`.
         lost: Seconds of steps that were begun again, since the clock was made.
         batch: The specification of a replica's batch; None before a step was traced.
@@ -233,8 +234,7 @@ class StepClock:
         # doesn't count in.
         self._excluded: tuple[Array, int] | None = None
         self._entered = self._left = self._since = 0.0
-        # Whether measured calls are several steps each.
-        self._several = False
+        self.several = False
         # Seconds of waiting for data since the last step.
         self._pending = 0.0
         # In this call, of waiting for data and for other workers.
@@ -257,7 +257,7 @@ class StepClock:
         self.running = True
         self._sampling = Sampling()
         self._usual = StepTimes()
-        self._started = self._before = self._sums()
+        self._started = self._before = self.sums()
         self._left = self._since = time.time()
         self._pending = 0.0
 
@@ -285,7 +285,7 @@ class StepClock:
     @property
     def rows_per_step(self) -> float:
         """Return this worker's samples per step; 0.0 if no step was measured."""
-        sums = self._sums()
+        sums = self.sums()
         # All of the window's steps may have been left out.
         for found in (sums - self._before, sums - self._started):
             if found[Slot.STEPS]:
@@ -295,26 +295,8 @@ class StepClock:
     @property
     def seconds_per_step(self) -> float:
         """Return the seconds of a step since the last `take`; 0 if there was none."""
-        steps = float((self._sums() - self._before)[Slot.STEPS])
+        steps = float((self.sums() - self._before)[Slot.STEPS])
         return max(self._left - self._since, 0.0) / steps if steps else 0.0
-
-    def arrivals(self) -> tuple[float, ...]:
-        """Return sums since the clock was made, whose differences count.
-
-        Returns:
-            The steps; their rows; the measured steps; their updates; and their seconds
-            until this worker had its gradients, without those of `awaited`.
-        """
-        sums = self._sums()
-        # Where a call is several steps, only the first one's beginning is known.
-        begin = Slot.READY if self._several else Slot.BEGIN
-        return (
-            float(sums[Slot.STEPS]),
-            float(sums[Slot.ROWS]),
-            float(sums[Slot.MEASURED]),
-            float(sums[Slot.UPDATES]),
-            float(sums[Slot.GRADIENTS] - sums[begin] - sums[Slot.AWAITED]),
-        )
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -322,7 +304,7 @@ class StepClock:
         running, asked = self.running, self.asked
         self.running = self.asked = False
         self._spans.listen(False)
-        sums = self._sums()
+        sums = self.sums()
         try:
             yield
         finally:
@@ -334,12 +316,12 @@ class StepClock:
     def take(self) -> StepTimes:
         """Return the times of the steps since the last call; eagerly."""
         # 1. The window's sums, and from them the parts of one measured step.
-        now = self._sums()
+        now = self.sums()
         sums = now - self._before
         steps, seconds = float(sums[Slot.STEPS]), max(self._left - self._since, 0.0)
         if sums[Slot.MEASURED]:
             self._usual = parts_of_a_step(
-                sums, several=self._several, in_turn=self._in_turn
+                sums, several=self.several, in_turn=self._in_turn
             )
         waited, met = float(sums[Slot.WAITED]), float(sums[Slot.MET])
         # 2. Extrapolate to all steps of the window; without a measured step these steps
@@ -364,7 +346,8 @@ class StepClock:
         self._before, self._since = now, self._left
         return times
 
-    def _sums(self) -> Array:
+    def sums(self) -> Array:
+        """Return sums by `Slot`, whose differences count."""
         return self._summed.read() + self._spans.read() - self._left_out
 
     # For the train function.
@@ -383,7 +366,7 @@ class StepClock:
         self.asked = self.always
         if self.timed:
             if self._sampling.warming and not always:
-                self._excluded = self._sums(), Slot.MEASURED
+                self._excluded = self.sums(), Slot.MEASURED
             self._spans.listen(True)
             self._entered = time.time()
         return self.timed
@@ -420,8 +403,8 @@ class StepClock:
         if not eager:
             # The graph's clock counts it as input, like all before the step.
             self._summed.add_eagerly({Slot.MET_MEASURED: met})
-        self._several = executions > 1
-        if self._several:
+        self.several = executions > 1
+        if self.several:
             self._summed.add_eagerly({Slot.INSIDE: left - self._entered})
         elif executions and not eager:
             # A graph with one thread would read the clock too late.
@@ -429,7 +412,7 @@ class StepClock:
 
     def _leave_out(self, before: Array, first: int = 0) -> None:
         """Remove what was added to the sums since then, from index `first` on."""
-        self._left_out[first:] += (self._sums() - before)[first:]
+        self._left_out[first:] += (self.sums() - before)[first:]
 
     def _note_trace(self) -> None:
         """Keep the state before a graph that is being traced runs."""
@@ -437,7 +420,7 @@ class StepClock:
             return
         self._noted = True
         with tf.init_scope():
-            sums = self._excluded[0] if self._excluded else self._sums()
+            sums = self._excluded[0] if self._excluded else self.sums()
             self._excluded = sums, 0
 
     def waited(
