@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -311,40 +311,32 @@ def xspace(records: Sequence[Record]) -> bytes:
     space = xplane_pb2.XSpace()
     for process in processes(records):
         plane = space.planes.add(id=process.rank, name=_PREFIX + process.title)
-        events, stats = _Table(plane.event_metadata), _Table(plane.stat_metadata)
+        spans = [span for lane in process.lanes for span in lane.spans]
+        events = _numbered(plane.event_metadata, (span.name for span in spans))
+        stats = _numbered(plane.stat_metadata, ("bytes", "what"))
         for lane in process.lanes:
             # Lines are sorted by their numbers.
             line = plane.lines.add(
                 id=lane.number, display_id=lane.number, name=lane.title
             )
-            _fill(line, lane, events, stats)
+            for span in lane.spans:
+                event = line.events.add(
+                    metadata_id=events[span.name],
+                    offset_ps=1000 * span.begin,
+                    duration_ps=1000 * (span.end - span.begin),
+                )
+                for name, value in _args(span).items():
+                    kind = "str_value" if name == "what" else "uint64_value"
+                    event.stats.add(metadata_id=stats[name], **{kind: value})
     return bytes(space.SerializeToString())
 
 
-def _fill(line: Any, lane: Lane, events: _Table, stats: _Table) -> None:
-    for begin, end, span in lane.spans:
-        event = line.events.add(
-            metadata_id=events.number(span.name),
-            offset_ps=1000 * begin,
-            duration_ps=1000 * (end - begin),
-        )
-        for name, value in _args(span).items():
-            kind = "str_value" if name == "what" else "uint64_value"
-            event.stats.add(metadata_id=stats.number(name), **{kind: value})
-
-
-class _Table:
-    """Names of a plane, each with a number from 1: entries of 0 aren't kept."""
-
-    def __init__(self, entries: Any) -> None:
-        self._entries = entries
-        self._numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        """Return the number of this name."""
-        found = self._numbers.setdefault(name, len(self._numbers) + 1)
-        self._entries[found].id, self._entries[found].name = found, name
-        return found
+def _numbered(entries: Any, names: Iterable[str]) -> dict[str, int]:
+    """Put names into a plane's table, with numbers from 1: entries of 0 aren't kept."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names), 1)}
+    for name, number in numbers.items():
+        entries[number].id, entries[number].name = number, name
+    return numbers
 
 
 # The records of all ranks as one trace in Chrome's format.
@@ -424,13 +416,12 @@ class Lane(NamedTuple):
     Attributes:
         number: Its index among the rank's lanes, from 0.
         title: Its name.
-        spans: The spans with begin and end in nanoseconds on the trace's clock; a span
-            is before those that it contains.
+        spans: The spans on the trace's clock; a span is before those that it contains.
     """
 
     number: int
     title: str
-    spans: tuple[tuple[int, int, Span], ...]
+    spans: tuple[Span, ...]
 
 
 class Process(NamedTuple):
@@ -458,14 +449,13 @@ def processes(records: Sequence[Record]) -> list[Process]:
     digits = len(str(max((record.rank for record in records), default=0)))
     found = []
     for record in records:
-        lanes: dict[tuple[int, str], list[tuple[int, int, Span]]] = {}
+        lanes: dict[tuple[int, str], list[Span]] = {}
         for lane, title, span in _lanes(record):
             begin, end = record.aligned(span.begin), record.aligned(span.end)
-            lanes.setdefault((lane, title), []).append(
-                (begin - start, end - start, span)
-            )
+            moved = span._replace(begin=begin - start, end=end - start)
+            lanes.setdefault((lane, title), []).append(moved)
         for spans in lanes.values():
-            spans.sort(key=lambda each: (each[0], -each[1]))
+            spans.sort(key=lambda each: (each.begin, -each.end))
         title = f"rank {record.rank:0{digits}} ({record.host})"
         ordered = (Lane(*lane, tuple(spans)) for lane, spans in sorted(lanes.items()))
         found.append(Process(record.rank, title, tuple(ordered)))
@@ -488,13 +478,13 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
                 "ph": "X",
                 "pid": number,
                 "tid": number + 1 + lane.number,
-                "ts": begin / 1000,
-                "dur": (end - begin) / 1000,
+                "ts": span.begin / 1000,
+                "dur": (span.end - span.begin) / 1000,
                 "cat": _category(lane.number),
                 "args": _args(span),
             }
             for lane in process.lanes
-            for begin, end, span in lane.spans
+            for span in lane.spans
         ]
     return {
         "traceEvents": events,

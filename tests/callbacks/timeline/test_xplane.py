@@ -36,10 +36,10 @@ def test_every_span_is_there():
                 end = begin + event.duration_ps // 1000
                 found.append((name, begin, end, stats))
             expected = []
-            for begin, end, span in lane.spans:
+            for span in lane.spans:
                 stats = {"bytes": span.size, "what": span.what}
                 given = {name: value for name, value in stats.items() if value}
-                expected.append((span.name, begin, end, given))
+                expected.append((span.name, span.begin, span.end, given))
             assert found == expected
         # Numbers of names begin with 1: a number of 0 isn't kept in the file.
         assert 0 not in plane.event_metadata
