@@ -471,7 +471,7 @@ class ScalingTensorBoard(JobCallback):
             baseline=self._baseline.speed(times),
             devices=self._job.devices,
             between_devices=self._job.between_devices(),
-            staleness=reads,
+            staleness=dict(reads),
             idle=idle,
             compression=self._job.compression(),
             noise=self._job.noise(norms),
