@@ -27,7 +27,6 @@ from kerasdist.collectives import Communicator, gather_json
 from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.prediction.noise import (
     LEAST_STEPS,
-    GradientNoise,
     GradientNorms,
     noise_of,
 )
@@ -342,17 +341,27 @@ class JobView:
         """The number of steps in one execution of a graph."""
         return int(getattr(self.model, "steps_per_execution", 1) or 1)
 
-    @property
-    def devices(self) -> int:
-        """The number of devices that hold a single worker's model."""
-        return len(self._strategy.devices) if self.hooks is None else 1
+    def facts(self, norms: Sequence[GradientNorms]) -> dict[str, Any]:
+        """Return the arguments of `summaries.combine` that describe the job.
 
-    def between_devices(self) -> float:
-        """Return the bytes that a single worker's step moves between devices."""
-        if self.devices == 1:
-            return 0.0
-        steps = self._strategy.placement_report().steps
-        return float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
+        Args:
+            norms: Those of all workers.
+        """
+        hooks, devices, moved = self.hooks, 1, 0.0
+        if hooks is None:
+            devices = len(self._strategy.devices)
+        if devices > 1:
+            steps = self._strategy.placement_report().steps
+            moved = float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
+        steps_of_each = min((each.steps for each in norms), default=0.0)
+        replicas = 1 if hooks is None else hooks.workers.replicas
+        return {
+            "in_step": self.in_step,
+            "devices": devices,
+            "between_devices": moved,
+            "compression": {} if hooks is None else hooks.gradients.figures(),
+            "noise": None if steps_of_each < LEAST_STEPS else noise_of(norms, replicas),
+        }
 
     def take(self) -> WorkerTotals:
         """Return what this worker has measured since the last call."""
@@ -381,20 +390,6 @@ class JobView:
     @functools.cached_property
     def _machine(self) -> MachineReader:
         return MachineReader()
-
-    def compression(self) -> dict[str, float]:
-        """Return figures of the compressor of gradients; empty if there is none."""
-        if self.hooks is None:
-            return {}
-        found: dict[str, float] = self.hooks.gradients.figures()
-        return found
-
-    def noise(self, norms: Sequence[GradientNorms]) -> GradientNoise | None:
-        """Return the noise that the norms of all workers show, if they do."""
-        replicas = 1 if self.hooks is None else self.hooks.workers.replicas
-        if min((each.steps for each in norms), default=0.0) < LEAST_STEPS:
-            return None
-        return noise_of(norms, replicas)
 
     def happened(self) -> list[Any]:
         """Return the strategy's events: workers lost, and the like."""

@@ -465,17 +465,13 @@ class ScalingTensorBoard(JobCallback):
             times,
             predicted=self._predicted.get(len(times)),
             seconds=seconds,
-            in_step=self._job.in_step,
             arrays=self._arrays,
             link=self._link,
             baseline=self._baseline.speed(times),
-            devices=self._job.devices,
-            between_devices=self._job.between_devices(),
             staleness=dict(reads),
             idle=idle,
-            compression=self._job.compression(),
-            noise=self._job.noise(norms),
             machines=used,
+            **self._job.facts(norms),
         )
 
     def _conclude(self) -> None:
