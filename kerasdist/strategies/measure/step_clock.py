@@ -397,18 +397,17 @@ class StepClock:
                 return
         # A graph's clock measures the waiting in a call itself.
         pending += waited if eager else 0.0
-        self._summed.add_eagerly({Slot.WAITED: pending, Slot.MET: met})
-        if not timed or excluded is not None:
-            return
-        if not eager:
+        found: dict[Slot, float] = {Slot.WAITED: pending, Slot.MET: met}
+        if timed and excluded is None:
             # The graph's clock counts it as input, like all before the step.
-            self._summed.add_eagerly({Slot.MET_MEASURED: met})
-        self.several = executions > 1
-        if self.several:
-            self._summed.add_eagerly({Slot.INSIDE: left - self._entered})
-        elif executions and not eager:
-            # A graph with one thread would read the clock too late.
-            self._summed.add_eagerly({Slot.BEGIN: self._entered})
+            found[Slot.MET_MEASURED] = 0.0 if eager else met
+            self.several = executions > 1
+            if self.several:
+                found[Slot.INSIDE] = left - self._entered
+            elif executions and not eager:
+                # A graph with one thread would read the clock too late.
+                found[Slot.BEGIN] = self._entered
+        self._summed.add_eagerly(found)
 
     def _leave_out(self, before: Array, first: int = 0) -> None:
         """Remove what was added to the sums since then, from index `first` on."""
