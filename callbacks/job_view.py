@@ -381,10 +381,8 @@ class JobView:
     def take_norms(self) -> GradientNorms:
         """Return the norms of this worker's gradients since the last call."""
         meter = None if self.hooks is None else self.hooks.norms
-        before, self._norms = (
-            self._norms,
-            GradientNorms() if meter is None else meter.read(),
-        )
+        now = GradientNorms() if meter is None else meter.read()
+        before, self._norms = self._norms, now
         return before.plus(self._norms, kept=-1.0)
 
     @functools.cached_property

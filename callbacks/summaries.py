@@ -361,7 +361,10 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
             "staleness/max": max(f.staleness, default=None),
             "bandwidth/link": f.link if several else None,
             "compression/bytes_after": f.compression.get("bytes_after"),
-            "batch/samples": _useful(f),
+            # The noise scale, where it's a number of samples.
+            "batch/samples": None
+            if f.noise is None or math.isinf(f.noise.scale)
+            else f.noise.scale,
         },
     }
     if f.predicted is not None:
@@ -398,12 +401,6 @@ def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
         run: {tag: value for tag, value in values.items() if value is not None}
         for run, values in runs.items()
     }
-
-
-def _useful(figures: Figures) -> float | None:
-    """Return the noise scale, where it's a number of samples."""
-    scale = None if figures.noise is None else figures.noise.scale
-    return None if scale is None or math.isinf(scale) else scale
 
 
 # A histogram has a bucket per staleness, up to this many.

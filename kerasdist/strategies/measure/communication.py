@@ -40,19 +40,18 @@ def link_speed(communicator: Communicator) -> float | None:
         return None
     buffer = np.zeros(_BYTES // 4, np.float32)
     best = 0.0
-    sums = SpanSums(communicator)
-    before = sums.read()
     communicator.all_reduce([buffer])  # allocates buffers
     for _ in range(_TIMES):
         communicator.barrier()
-        sums.listen(True)
+        recorder = SpanSums(communicator)
+        recorder.listen(True)
         try:
             communicator.all_reduce([buffer])
         finally:
-            sums.listen(False)
-        work, before = sums.read() - before, sums.read()
-        if work[Slot.COMMUNICATING]:
-            best = max(best, work[Slot.SENT] / work[Slot.COMMUNICATING])
+            recorder.listen(False)
+        sums = recorder.read()
+        if sums[Slot.COMMUNICATING]:
+            best = max(best, sums[Slot.SENT] / sums[Slot.COMMUNICATING])
     return float(communicator.all_reduce([np.float64(best)], "max")[0]) or None
 
 
