@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ def _table(figures: Figures) -> list[tuple[str, str]]:
         and f"mean {f.mean_staleness:.1f} steps, at most {max(f.staleness)}",
         "stages idle": ", ".join(f"{share:.0%}" for share in f.idle),
         "cores": f.busy_cores is not None
-        and f"{f.busy_cores:.1f} of {_cores(f):.0f} busy, mean over the workers",
+        and f"{f.busy_cores:.1f} of {f.cores:.0f} busy, mean over the workers",
         "memory": f.busy_cores is not None
         and f"{human_bytes(max(one.memory for one in f.machines.values()))}, the "
         "largest of a worker",
@@ -248,64 +249,69 @@ _NAMES = {
     "stages": "stages that wait for each other",
 }
 # Of each limit the sentences that show it, "-", and the changes to make, "+", the most
-# important one first. Those with a condition in brackets are for the jobs that `_is`
-# says. The names in braces are those of `_words`.
+# important one first. Those with conditions in brackets are for the jobs that meet all
+# of them, see `_is`. The names in braces are those of `_words`; `f` has the figures.
+# Work between steps isn't the machine's: no other machine helps against it.
 _SENTENCES = {
     "straggler": """
-- Rank {rank} works {busiest} of each step, the fastest worker {fastest}. It lags {lag}
-  behind the others, mostly while {slow_while}.
-- A worker waits {wait} in a step for others, {wait_share:.0%} of it.
-- [slow to compute on known machines] Rank {rank} keeps {rank_busy:.1f} of its
-  {rank_cores:.0f} cores busy, all workers {busy_cores:.1f} on average.
-+ [slow to read] Look at how rank {rank} reads its data: its disk, its network, the
+- Rank {f.slowest} works {busiest!t} of each step, the fastest worker {fastest!t}. It
+  lags {f.lag!t} behind the others, mostly while {slow_while}.
+- A worker waits {f.phases[wait]!t} in a step for others, {wait_share:.0%} of it.
+- [slow to compute, its machine known] Rank {f.slowest} keeps {rank_busy:.1f} of its
+  {rank_cores:.0f} cores busy, all workers {f.busy_cores:.1f} on average.
++ [slow to read] Look at how rank {f.slowest} reads its data: its disk, its network, the
   number of its cores{own_data}
-+ [slow between steps] Look for work that only rank {rank} does after each batch: a
++ [slow between steps] Look for work that only rank {f.slowest} does after each batch: a
   callback that writes, prints or evaluates. Let it do so once in an epoch, or in a
   thread of its own.
-+ [slow to compute] Look at rank {rank}'s machine: other processes there, its cores
++ [slow to compute] Look at rank {f.slowest}'s machine: other processes there, its cores
   (`kerasdist run` binds workers to cores of their own), heat, memory.
-+ [slow in a common step] If that can't be corrected, leave that machine out, or use
-  `ParameterServerStrategy("async")`, where no worker waits for it.
-+ [slow in its own step] A larger `max_staleness` lets the others run further ahead.
++ [not slow between steps, in step] If that can't be corrected, leave that machine out,
+  or use `ParameterServerStrategy("async")`, where no worker waits for it.
++ [not slow between steps, not in step] A larger `max_staleness` lets the others run
+  further ahead.
 """,
     "input": """
-- A worker waits {input} in each step for its next batch, and computes {compute}.
-- [one core works] {busy_cores:.1f} of a worker's {cores:.0f} cores are busy: about one
-  core prepares the data.
-- [no core works] {busy_cores:.1f} of a worker's {cores:.0f} cores are busy: the data
-  are awaited, from a disk ({disk}/s) or a network, not computed.
+- A worker waits {f.phases[input]!t} in each step for its next batch, and computes
+  {f.phases[compute]!t}.
+- [one core works] {f.busy_cores:.1f} of a worker's {f.cores:.0f} cores are busy: about
+  one core prepares the data.
+- [no core works] {f.busy_cores:.1f} of a worker's {f.cores:.0f} cores are busy: the
+  data are awaited, from a disk ({disk!b}/s) or a network, not computed.
 + [given arrays] Use a larger `batch_size`: the rows of each batch are taken out of the
   arrays, which costs nearly the same for a few rows as for more.
 + [given arrays] Give `fit` arrays that are in memory, and of the dtype that the model
   computes with: `numpy.memmap` and HDF5 are read from disk in each step.
-+ [given datasets] Read ahead and in parallel: `dataset.map(f,
++ [not given arrays] Read ahead and in parallel: `dataset.map(f,
   num_parallel_calls=tf.data.AUTOTUNE)...prefetch(tf.data.AUTOTUNE)`, `cache()` for data
   that fit into memory; more `workers` of a `PyDataset`.
-+ [given datasets] Let each worker read its own files only:
++ [not given arrays] Let each worker read its own files only:
   `options.experimental_distribute.auto_shard_policy =
   tf.data.experimental.AutoShardPolicy.FILE`.
 """,
     "network": """
-- {bytes} per step and worker take {traffic} that no computation hides.
-- [link unknown] They are sent at {bandwidth}/s, and the speed of the idle link wasn't
-  measured.
-- [link known] They are sent at {bandwidth}/s, of {link}/s that were measured on the
-  idle link.
+- {f.bytes_per_step!b} per step and worker take {traffic!t} that no computation hides.
+- [not link known] They are sent at {f.bandwidth!b}/s, and the speed of the idle link
+  wasn't measured.
+- [link known] They are sent at {f.bandwidth!b}/s, of {f.link!b}/s that were measured on
+  the idle link.
 + Send less often: a larger `batch_size`, or `gradient_accumulation_steps` of the
   optimizer, which exchanges once in as many steps.
 + [in step] Send less: `compression="bf16"` halves the bytes of float32 gradients.
-+ [apart] More parameter servers (`--ps`) share the traffic; for large embeddings use
-  `SGD` or `Adagrad`, with which only updated rows are sent.
++ [not in step] More parameter servers (`--ps`) share the traffic; for large embeddings
+  use `SGD` or `Adagrad`, with which only updated rows are sent.
 """,
     "batch": """
-- A step takes {step}, of which a worker computes {compute} on {samples:.0f} samples;
-  {fixed} are costs of a step that don't depend on the batch size.
-- [sent over a known link] It isn't the link: {bandwidth}/s of {link}/s are used while
-  workers communicate.
+- A step takes {f.step_seconds!t}, of which a worker computes {f.phases[compute]!t} on
+  {f.samples:.0f} samples; {fixed!t} are costs of a step that don't depend on the batch
+  size.
+- [sent over a known link] It isn't the link: {f.bandwidth!b}/s of {f.link!b}/s are used
+  while workers communicate.
 + [larger batch pays] Use a larger `batch_size`
   (`kerasdist.callbacks.ScaleLearningRate` adapts the learning rate).
 + [much Python] Take several steps at once, `model.compile(steps_per_execution=10)`, and
-  do less in your callbacks after each batch: {outside} of a step is spent in Python.
+  do less in your callbacks after each batch: {f.phases[outside]!t} of a step is spent
+  in Python.
 + [several workers] Use fewer workers for a model this small.
 """,
     "stages": """
@@ -321,37 +327,38 @@ _SENTENCES = {
 """,
     "compute": """
 - {computing:.0%} of each step is computing and updating.
-- [machines known] A worker keeps {busy_cores:.1f} of its {cores:.0f} cores busy.
+- [machines known] A worker keeps {f.busy_cores:.1f} of its {f.cores:.0f} cores busy.
 - [slower than alone] Each worker computes slower than one alone: workers share cores or
   memory, or each one's part of a batch is small.
 + [slower than alone] Give each worker cores of its own (`kerasdist run` does so), at
   most as many workers as there are cores to spare, or a larger `batch_size`.
 + [larger batch pays] More workers make it faster; so do faster devices,
   `mixed_precision`, or a smaller model.
-+ [larger batch hardly pays] Faster devices, `mixed_precision`, or a smaller model make
++ [not larger batch pays] Faster devices, `mixed_precision`, or a smaller model make
   it faster; more workers hardly do.
 """,
 }
 # Those of each limit: before its own, and after them.
 _FIRST = """
-- [a host swaps] Rank {swapping} swaps: its host moves {swapped}/s to and from swap.
+- [a host swaps] Rank {swapping} swaps: its host moves {swapped!b}/s to and from swap.
 - [a host is full] The host of rank {full} uses {full_part:.0%} of its memory.
 + [a host swaps] Use a smaller `batch_size`, fewer workers on the host of rank
   {swapping}, or more memory there: swap is slower by orders of magnitude.
 """
 _ALWAYS = """
-- [predicted] A step takes {step}, {off} than the {predicted} that were predicted
-  ({low} to {high}).
-- [predicted for other rows] The prediction was for {predicted_rows:.0f} samples of a
-  worker in each step; here they are {samples:.0f}.
+- [predicted] A step takes {f.step_seconds!t}, {off} than the {f.predicted.step_s!t}
+  that were predicted ({f.predicted.low!t} to {f.predicted.high!t}).
+- [predicted for other rows] The prediction was for {f.predicted_rows:.0f} samples of a
+  worker in each step; here they are {f.samples:.0f}.
 - [GPUs] GPUs are busy {gpu:.0%} of the time.
 - [efficiency unknown] The scaling efficiency isn't known without the speed of one
   {one}: give `baseline=` examples per second, or `calibrate=True`.
-- [efficiency known] {speed:,.0f} examples/s are {efficiency:.0%} of {times}the speed of
-  one {one} ({baseline:,.0f}).
-- [noise known] The gradient noise scale is {noise:,.0f} samples, and a global batch has
-  {batch:,.0f}: one worker more adds {next_worker:.0%} of the progress of the first.
-+ [larger batch hardly pays] This batch is past the useful size: fewer workers, or a
+- [efficiency known] {f.examples_per_second:,.0f} examples/s are {f.efficiency:.0%} of
+  {times}the speed of one {one} ({f.baseline:,.0f}).
+- [noise known] The gradient noise scale is {f.noise.scale:,.0f} samples, and a global
+  batch has {f.global_batch:,.0f}: one worker more adds {f.next_worker:.0%} of the
+  progress of the first.
++ [not larger batch pays] This batch is past the useful size: fewer workers, or a
   smaller `batch_size` of each, train nearly as far per step.
 """
 _SENTENCE = re.compile(r"^([-+]) (?:\[([^]]+)\] )?(.+(?:\n  .+)*)", re.MULTILINE)
@@ -367,15 +374,28 @@ _WHILE = {
 }
 
 
+class _Sentence(string.Formatter):
+    """Fills in numbers, of which `!t` is a time and `!b` a number of bytes."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """See `string.Formatter.convert_field`."""
+        units = {"t": in_seconds, "b": human_bytes}
+        return units[conversion](value) if conversion else value
+
+
 def _say(limit: str, figures: Figures) -> tuple[list[str], list[str]]:
     """Return the sentences that show a limit, and those on what to change."""
     said: dict[str, list[str]] = {"-": [], "+": []}
     words, fits = _words(figures), _is(figures)
-    for kind, condition, text in _SENTENCE.findall(
+    for kind, conditions, sentence in _SENTENCE.findall(
         _FIRST + _SENTENCES[limit] + _ALWAYS
     ):
-        if not condition or fits[condition]:
-            said[kind].append(" ".join(text.split()).format(**words))
+        needed = conditions.split(", ") if conditions else ()
+        if all(
+            fits[each.removeprefix("not ")] != (each[:4] == "not ") for each in needed
+        ):
+            text = " ".join(sentence.split())
+            said[kind].append(_Sentence().format(text, f=figures, **words))
     if limit == "stages" and words["unequal"] < words["bubble"]:
         said["+"].reverse()  # the change for what costs most is the first
     return said["-"], said["+"]
@@ -385,7 +405,7 @@ def _is(figures: Figures) -> dict[str, bool]:
     """Return which conditions of sentences a job meets."""
     f = figures
     reads, between = f.slow_part == "input", f.slow_part == "outside"
-    busy, several = f.busy_cores, _cores(f) >= 2
+    busy, several = f.busy_cores, f.cores >= 2
     every = f.machines.values()
     swaps = any(one.per_second("swapped") > _SWAPS for one in every)
     return {
@@ -395,22 +415,14 @@ def _is(figures: Figures) -> dict[str, bool]:
         "machines known": busy is not None,
         "one core works": several and busy is not None and _NO_CORE < busy < _ONE_CORE,
         "no core works": several and busy is not None and busy <= _NO_CORE,
-        "slow to compute on known machines": not reads
-        and not between
-        and f.slowest in f.machines,
+        "its machine known": f.slowest in f.machines,
         "slow to read": reads,
         "slow between steps": between,
         "slow to compute": not reads and not between,
-        # Work between steps isn't the machine's.
-        "slow in a common step": not between and f.in_step,
-        "slow in its own step": not between and not f.in_step,
         "given arrays": f.arrays,
-        "given datasets": not f.arrays,
-        "link unknown": f.link is None,
         "link known": f.link is not None,
         "sent over a known link": bool(f.bandwidth and f.link),
         "in step": f.in_step,
-        "apart": not f.in_step,
         "much Python": f.share("outside") >= LEAST,
         "several workers": f.workers > 1,
         "slower than alone": f.workers > 1
@@ -421,16 +433,9 @@ def _is(figures: Figures) -> dict[str, bool]:
         "noise known": f.noise is not None,
         "predicted": f.predicted is not None,
         "predicted for other rows": f.predicted is not None
-        and abs(f.predicted_rows / max(_samples(f), 1e-9) - 1) > _OTHER_ROWS,
+        and abs(f.predicted_rows / max(f.samples, 1e-9) - 1) > _OTHER_ROWS,
         "larger batch pays": f.next_worker is None or f.next_worker >= _PAYS,
-        "larger batch hardly pays": f.next_worker is not None and f.next_worker < _PAYS,
     }
-
-
-def _cores(figures: Figures) -> float:
-    """Return the number of cores of a worker, mean over the workers; 0: not known."""
-    every = figures.machines.values()
-    return sum(one.cores for one in every) / len(every) if every else 0.0
 
 
 def _words_of_machines(figures: Figures) -> dict[str, Any]:
@@ -444,61 +449,32 @@ def _words_of_machines(figures: Figures) -> dict[str, Any]:
     slowest = slowest or MachineUsage()
     return {
         "swapping": swapping,
-        "swapped": human_bytes(used[swapping].per_second("swapped")),
+        "swapped": used[swapping].per_second("swapped"),
         "full": full,
         "full_part": used[full].host_memory,
         "gpu": gpus / max(sum(one.gpus for one in every), 1.0),
-        "busy_cores": figures.busy_cores,
-        "cores": _cores(figures),
         "rank_busy": slowest.per_second("cpu"),
         "rank_cores": slowest.cores,
-        "disk": human_bytes(max(one.per_second("disk") for one in every)),
-    }
-
-
-def _samples(figures: Figures) -> float:
-    """Return a worker's samples of a step."""
-    return figures.global_batch / (figures.workers if figures.in_step else 1)
-
-
-def _words_of_prediction(figures: Figures) -> dict[str, Any]:
-    """Return what sentences name of the prediction."""
-    found = figures.predicted
-    if found is None:
-        return {}
-    off = figures.step_seconds / found.step_s - 1
-    return {
-        "predicted": in_seconds(found.step_s),
-        "low": in_seconds(found.low),
-        "high": in_seconds(found.high),
-        "off": f"{abs(off):.0%} {'longer' if off > 0 else 'shorter'}",
-        "predicted_rows": figures.predicted_rows,
+        "disk": max(one.per_second("disk") for one in every),
     }
 
 
 def _words(figures: Figures) -> dict[str, Any]:
-    """Return what sentences name: times and sizes with units, and numbers."""
+    """Return what sentences name beside figures."""
     f, parts = figures, figures.phases
     fixed = ("pack", "communicate", "wait", "outside")
     stages = [1 - share for share in f.idle] or [0.0]
     unequal, bubble = _waits(f)
+    off = f.step_seconds / f.predicted.step_s - 1 if f.predicted else 0.0
     return {
         **_words_of_machines(f),
-        **_words_of_prediction(f),
-        **{phase: in_seconds(seconds) for phase, seconds in parts.items()},
-        "step": in_seconds(f.step_seconds),
-        "traffic": in_seconds(parts["pack"] + parts["communicate"]),
-        "fixed": in_seconds(sum(parts[phase] for phase in fixed)),
+        "off": f"{abs(off):.0%} {'longer' if off > 0 else 'shorter'}",
+        "traffic": parts["pack"] + parts["communicate"],
+        "fixed": sum(parts[phase] for phase in fixed),
         "wait_share": f.share("wait"),
         "computing": f.share("compute", "update"),
-        "samples": _samples(f),
-        "bytes": human_bytes(f.bytes_per_step),
-        "bandwidth": human_bytes(f.bandwidth),
-        "link": human_bytes(f.link or 0.0),
-        "rank": f.slowest,
-        "lag": in_seconds(f.lag),
-        "busiest": in_seconds(0.0 if f.slowest is None else f.busy[f.slowest]),
-        "fastest": in_seconds(min(f.busy.values())),
+        "busiest": 0.0 if f.slowest is None else f.busy[f.slowest],
+        "fastest": min(f.busy.values()),
         "slow_while": _WHILE.get(f.slow_part, ""),
         "own_data": ", its memory." if f.arrays else _HIDES,
         "stages": ", ".join(f"stage {n} {share:.0%}" for n, share in enumerate(stages)),
@@ -508,14 +484,8 @@ def _words(figures: Figures) -> dict[str, Any]:
         "fastest_stage": stages.index(min(stages)),
         "parts": 4 * len(stages),
         "refilled": (len(stages) - 1) / (5 * len(stages) - 1),
-        "noise": 0.0 if f.noise is None else f.noise.scale,
-        "batch": f.global_batch,
-        "next_worker": f.next_worker,
-        "speed": f.examples_per_second,
-        "efficiency": f.efficiency,
         "times": f"{f.alone} times " if f.alone > 1 else "",
         "one": "worker" if f.devices == 1 else "device",
-        "baseline": f.baseline,
     }
 
 

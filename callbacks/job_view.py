@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import gc
 import math
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -26,16 +27,46 @@ from kerasdist.collectives import Communicator, gather_json
 from kerasdist.collectives.elastic.communicator import MembershipChange
 from kerasdist.prediction.noise import (
     LEAST_STEPS,
-    GradientNoise,
     GradientNorms,
     noise_of,
 )
 from kerasdist.strategies.data.batch_split import slice_dataset
 from kerasdist.strategies.measure.communication import StepTimes
-from kerasdist.strategies.measure.stages import StageClock, StageTimes
+from kerasdist.strategies.measure.machine import MachineReader, MachineUsage
+from kerasdist.strategies.measure.stages import StageClock
 from kerasdist.strategies.parameter_server import ParameterServerStrategy
 from kerasdist.strategies.placed.placer import on_one_device
 from kerasdist.strategies.sync.data import SharingExtended
+
+# The arguments of a callback.
+
+
+def check_arguments(callback: str, right: Mapping[str, bool]) -> None:
+    """Check what a callback was given.
+
+    Args:
+        callback: Its name.
+        right: By what was given and what is expected, whether it's right.
+
+    Raises:
+        ValueError: Some isn't; the message has all of them.
+    """
+    faults = "; and ".join(text for text, fine in right.items() if not fine)
+    if faults:
+        raise ValueError(f"`{callback}` can't be made. Received: {faults}.")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether an argument is a finite number."""
+    return (
+        isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    )
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Return whether an argument is a whole number that isn't less than `least`."""
+    return is_number(value) and value == int(value) >= least
+
 
 # The lengths of windows of steps, in calls, which all workers know.
 #
@@ -230,6 +261,47 @@ class Events:
 _STALEST = 63
 
 
+class WorkerTotals(NamedTuple):
+    """The measurements of one worker in some steps.
+
+    Attributes:
+        times: The times of its steps.
+        machine: What it uses of its machine.
+        norms: Sums of the norms of its gradients.
+        reads: Number of its reads of weights, by the steps that they lagged, where more
+            than 63 count as 63.
+        stages: See `StageClock.take`; empty without stages.
+    """
+
+    times: StepTimes
+    machine: MachineUsage
+    norms: GradientNorms
+    reads: Counter[int]
+    stages: list[float]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> WorkerTotals:
+        """Return the totals that JSON has made a list."""
+        times, machine, norms, reads, stages = value
+        return cls(
+            StepTimes(*times),
+            MachineUsage(*machine),
+            GradientNorms(*norms),
+            Counter({int(lag): count for lag, count in reads.items()}),
+            stages,
+        )
+
+    def plus(self, other: WorkerTotals) -> WorkerTotals:
+        """Return the sums of both."""
+        return WorkerTotals(
+            self.times.plus(other.times),
+            self.machine.plus(other.machine),
+            self.norms.plus(other.norms),
+            self.reads + other.reads,
+            [*map(operator.add, self.stages, other.stages)],
+        )
+
+
 class JobView:
     """One model's job, as this worker sees it.
 
@@ -237,6 +309,7 @@ class JobView:
         model: Compiled.
 
     Attributes:
+        model: The same.
         hooks: The hooks of its strategy; None if the job is one worker, whose strategy
             places layers, or isn't one of kerasdist's.
         clock: Measures this worker's steps, see `strategies.measure.step_clock`; None
@@ -247,7 +320,7 @@ class JobView:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self._strategy = model.distribute_strategy
         self.hooks = hooks_of(self._strategy)
         clock: Any = timer_of(self._strategy)
@@ -266,58 +339,55 @@ class JobView:
     @property
     def steps_per_call(self) -> int:
         """The number of steps in one execution of a graph."""
-        return int(getattr(self._model, "steps_per_execution", 1) or 1)
+        return int(getattr(self.model, "steps_per_execution", 1) or 1)
 
-    @property
-    def devices(self) -> int:
-        """The number of devices that hold a single worker's model."""
-        return len(self._strategy.devices) if self.hooks is None else 1
+    def facts(self, norms: Sequence[GradientNorms]) -> dict[str, Any]:
+        """Return the arguments of `summaries.combine` that describe the job.
 
-    def between_devices(self) -> float:
-        """Return the bytes that a single worker's step moves between devices."""
-        if self.devices == 1:
-            return 0.0
-        steps = self._strategy.placement_report().steps
-        return float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
-
-    def take_stages(self) -> StageTimes | None:
-        """Return the times of this worker's stages since the last call."""
-        return None if self.stage_clock is None else self.stage_clock.take()
-
-    def take_reads(self) -> Counter[int]:
-        """Return the number of this worker's reads of weights since the last call.
-
-        By the number of steps that they lagged, where more than 63 count as 63.
+        Args:
+            norms: Those of all workers.
         """
-        has_servers = isinstance(self._strategy, ParameterServerStrategy)
-        now: Counter[int] = Counter()
-        for lag, count in (self._strategy.staleness if has_servers else {}).items():
-            now[min(lag, _STALEST)] += count
-        new, self._reads = now - self._reads, now
-        return new
+        hooks, devices, moved = self.hooks, 1, 0.0
+        if hooks is None:
+            devices = len(self._strategy.devices)
+        if devices > 1:
+            steps = self._strategy.placement_report().steps
+            moved = float((steps["train"].bytes_moved if "train" in steps else 0) or 0)
+        steps_of_each = min((each.steps for each in norms), default=0.0)
+        replicas = 1 if hooks is None else hooks.workers.replicas
+        return {
+            "in_step": self.in_step,
+            "devices": devices,
+            "between_devices": moved,
+            "compression": {} if hooks is None else hooks.gradients.figures(),
+            "noise": None if steps_of_each < LEAST_STEPS else noise_of(norms, replicas),
+        }
 
-    def compression(self) -> dict[str, float]:
-        """Return figures of the compressor of gradients; empty if there is none."""
-        if self.hooks is None:
-            return {}
-        found: dict[str, float] = self.hooks.gradients.figures()
-        return found
+    def take(self) -> WorkerTotals:
+        """Return what this worker has measured since the last call."""
+        has_servers = isinstance(self._strategy, ParameterServerStrategy)
+        reads: Counter[int] = Counter()
+        for lag, count in (self._strategy.staleness if has_servers else {}).items():
+            reads[min(lag, _STALEST)] += count
+        before, self._reads = self._reads, reads
+        return WorkerTotals(
+            times=self.clock.take(),
+            machine=self._machine.take(),
+            norms=self.take_norms(),
+            reads=reads - before,
+            stages=[] if self.stage_clock is None else self.stage_clock.take(),
+        )
 
     def take_norms(self) -> GradientNorms:
         """Return the norms of this worker's gradients since the last call."""
         meter = None if self.hooks is None else self.hooks.norms
-        before, self._norms = (
-            self._norms,
-            GradientNorms() if meter is None else meter.read(),
-        )
+        now = GradientNorms() if meter is None else meter.read()
+        before, self._norms = self._norms, now
         return before.plus(self._norms, kept=-1.0)
 
-    def noise(self, norms: Sequence[GradientNorms]) -> GradientNoise | None:
-        """Return the noise that the norms of all workers show, if they do."""
-        replicas = 1 if self.hooks is None else self.hooks.workers.replicas
-        if min((each.steps for each in norms), default=0.0) < LEAST_STEPS:
-            return None
-        return noise_of(norms, replicas)
+    @functools.cached_property
+    def _machine(self) -> MachineReader:
+        return MachineReader()
 
     def happened(self) -> list[Any]:
         """Return the strategy's events: workers lost, and the like."""
@@ -326,15 +396,15 @@ class JobView:
 
     def steps_taken(self) -> int:
         """Return the optimizer's steps, of all workers: the step of a figure."""
-        optimizers = leaves_of(self._model)
+        optimizers = leaves_of(self.model)
         if self.in_step or not optimizers:
-            return int(self._model.optimizer.iterations)
+            return int(self.model.optimizer.iterations)
         return int(steps_of(optimizers[0]))
 
     def rate(self) -> float | None:
         """Return the learning rate; None if there's no single one."""
         try:
-            rate = self._model.optimizer.learning_rate
+            rate = self.model.optimizer.learning_rate
             return float(keras.ops.convert_to_numpy(rate))
         except (AttributeError, TypeError, ValueError):
             return None
@@ -361,73 +431,6 @@ _MOST = 100  # calls
 _GOES_ON, _FAILED = -1.0, 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Alone:
-    """The speed of a single worker.
-
-    Attributes:
-        rows: Samples of a step: those of a global batch.
-        seconds: Seconds of a step, without reading data and without the time between
-            two steps.
-        worker: Whether it's one worker, with all of its devices; else it's one device
-            of a single worker that has several.
-    """
-
-    rows: int
-    seconds: float
-    worker: bool
-
-
-def measure_alone(model: Any) -> Alone | str:
-    """Let the chief take steps by itself; all workers call it together.
-
-    Args:
-        model: A model in `fit`, which has taken a measured step.
-
-    Returns:
-        The result, the same on all workers. Or a text that explains why there is none:
-        batches contain other values than plain tensors, or a step on zeros fails, for
-        example because there is too little memory. The model is unchanged in any case.
-
-    Raises:
-        CollectiveError: See `kerasdist.errors`; the model is unchanged.
-    """
-    job = JobView(model)
-    clock, communicator = job.clock, job.communicator
-    every = gather_json(communicator, clock.rows_per_step)
-    # Asynchronous workers have whole batches each.
-    rows = round(sum(every) if job.hooks is not None and job.in_step else every[0])
-
-    def send(value: float) -> float:
-        """Send a value from the chief to all."""
-        (seconds,) = communicator.broadcast([np.float64(value)])
-        return float(seconds)
-
-    with clock.stopped():
-        if clock.rank > 0:
-            while (seconds := send(_FAILED)) == _GOES_ON:
-                pass
-            reason = "see the chief"
-        else:
-            found, reason = 0.0, ""
-            try:
-                if not rows or not _is_plain(clock.batch):
-                    reason = "batches aren't made of plain tensors"
-                else:
-                    found = _measure(model, clock.batch, rows, lambda: send(_GOES_ON))
-            except errors.KerasDistError:
-                raise
-            except Exception as error:
-                # A measurement must not end the job that it measures.
-                reason = f"a step on zeros fails: {type(error).__name__}: {error}"
-            # Frees the graph, and copies of variables, which refer to each other.
-            gc.collect()
-            seconds = send(found)
-    if seconds <= 0:
-        return reason
-    return Alone(rows=rows, seconds=seconds, worker=_has_workers(model))
-
-
 def _is_plain(batch: Any) -> bool:
     parts = tf.nest.flatten(batch)
     return bool(parts) and all(
@@ -435,8 +438,9 @@ def _is_plain(batch: Any) -> bool:
     )
 
 
-def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -> float:
+def _measure(job: JobView, rows: int, after_call: Callable[[], Any]) -> float:
     """Return the seconds of a step of this worker alone."""
+    model = job.model
 
     def zeros(spec: Any) -> Any:
         if spec is None:
@@ -445,8 +449,10 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
         return tf.zeros(shape[: spec.shape.rank], spec.dtype)
 
     with tf.device(_tf.canonical_device("CPU:0")):
-        data = tf.data.Dataset.from_tensors(tf.nest.map_structure(zeros, batch))
-    without_peers = _one_worker if _has_workers(model) else on_one_device
+        data = tf.data.Dataset.from_tensors(
+            tf.nest.map_structure(zeros, job.clock.batch)
+        )
+    without_peers = on_one_device if job.hooks is None else _one_worker
     with without_peers(model):
         batches = iter(_distributed(model.distribute_strategy, data.repeat()))
         function = new_train_function(model)
@@ -459,12 +465,7 @@ def _measure(model: Any, batch: Any, rows: int, after_call: Callable[[], Any]) -
             if calls > 0:
                 seconds += time.perf_counter() - begin
             after_call()
-    return seconds / (calls * int(model.steps_per_execution))
-
-
-def _has_workers(model: Any) -> bool:
-    """Return whether the job may have several workers, or else several devices."""
-    return isinstance(model.distribute_strategy.extended, SharingExtended)
+    return seconds / (calls * job.steps_per_call)
 
 
 @contextlib.contextmanager
@@ -508,25 +509,10 @@ class Baseline:
     def __init__(self, given: float | None, calibrate: bool) -> None:
         self._given = given
         self._calibrate = calibrate
-        self._alone: Alone | None = None
+        # Samples of a step, those of a global batch, and its seconds, without reading
+        # data and without the time between two steps.
+        self._alone: tuple[int, float] | None = None
         self.missing = calibrate
-
-    @staticmethod
-    def checks(given: Any, calibrate: Any) -> dict[str, bool]:
-        """Return what is wrong with a user's arguments unless a condition holds."""
-        is_number = isinstance(given, Real) and not isinstance(given, bool)
-        return {
-            "`baseline` must be a positive number of examples per second. "
-            f"Received: baseline={given!r}.": (
-                given is None or (is_number and 0 < float(given) < math.inf)
-            ),
-            "`calibrate` must be True or False. "
-            f"Received: calibrate={calibrate!r}.": isinstance(calibrate, bool),
-            "`baseline` is given, or measured with `calibrate`, but not both. "
-            f"Received: baseline={given!r}, calibrate={calibrate!r}.": (
-                given is None or calibrate is not True
-            ),
-        }
 
     def agree(self, communicator: Communicator) -> None:
         """Take over from the chief whether it's missing: others may have joined later.
@@ -539,31 +525,64 @@ class Baseline:
 
     def state(self) -> list[Any]:
         """Return, as JSON, whether it's missing, and what was measured."""
-        return [self.missing, self._alone and vars(self._alone)]
+        return [self.missing, self._alone]
 
     def adopt(self, state: list[Any]) -> None:
         """Take over another worker's state."""
-        self.missing, alone = state
-        self._alone = alone and Alone(**alone)
+        self.missing, self._alone = state
 
-    def measure(self, model: Any) -> str:
-        """Measure it; all workers call it, in a `fit` that has taken a measured step.
+    def measure(self, job: JobView) -> str:
+        """Let the chief take steps by itself; all workers call it together.
+
+        Args:
+            job: That of a `fit` which has taken a measured step.
 
         Returns:
-            The result, in words.
+            The result, in words. Or why there is none: batches contain other values
+            than plain tensors, or a step on zeros fails, for example because there is
+            too little memory. The model is unchanged in any case.
+
+        Raises:
+            CollectiveError: See `kerasdist.errors`; the model is unchanged.
         """
         self.missing = False
-        found = measure_alone(model)
-        if isinstance(found, str):
+        clock, communicator = job.clock, job.communicator
+        every = gather_json(communicator, clock.rows_per_step)
+        # Asynchronous workers have whole batches each.
+        rows = round(sum(every) if job.hooks is not None and job.in_step else every[0])
+
+        def send(value: float) -> float:
+            """Send a value from the chief to all."""
+            (seconds,) = communicator.broadcast([np.float64(value)])
+            return float(seconds)
+
+        seconds, reason = _GOES_ON, "see the chief"
+        with clock.stopped():
+            while clock.rank > 0 and seconds == _GOES_ON:
+                seconds = send(_FAILED)
+            if clock.rank == 0:
+                seconds, reason = _FAILED, "batches aren't made of plain tensors"
+                try:
+                    if rows and _is_plain(clock.batch):
+                        seconds = _measure(job, rows, lambda: send(_GOES_ON))
+                except errors.KerasDistError:
+                    raise
+                except Exception as error:
+                    # A measurement must not end the job that it measures.
+                    reason = f"a step on zeros fails: {type(error).__name__}: {error}"
+                # Frees the graph, and copies of variables, which refer to each other.
+                gc.collect()
+                send(seconds)
+        if seconds <= 0:
             return (
-                f"The speed of one worker can't be measured here ({found}): give "
+                f"The speed of one worker can't be measured here ({reason}): give "
                 "`baseline=`."
             )
-        self._alone = found
-        unit = "worker alone" if found.worker else "device with the whole model"
+        self._alone = rows, seconds
+        unit = "device with the whole model" if job.hooks is None else "worker alone"
         return (
-            f"One {unit} takes {in_seconds(found.seconds)} for a step on "
-            f"{found.rows:,} samples, all zeros."
+            f"One {unit} takes {in_seconds(seconds)} for a step on {rows:,} samples, "
+            "all zeros."
         )
 
     def speed(self, times: Sequence[StepTimes]) -> float | None:
@@ -577,4 +596,5 @@ class Baseline:
         if self._alone is None or not steps:
             return self._given
         outside = sum(one.outside for one in times) / steps
-        return self._alone.rows / (self._alone.seconds + outside)
+        rows, seconds = self._alone
+        return rows / (seconds + outside)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,14 @@ from kerasdist import _keras
 from kerasdist._keras import learning_rate
 from kerasdist._keras.data.epoch_iterators import batch_size_of_fit, batches_of_fit
 from kerasdist._keras.learning_rate import steps_of
-from kerasdist._keras.protocols import KerasHooks, hooks_of
+from kerasdist._keras.protocols import KerasHooks
 from kerasdist._keras.shared_state import JobCallback
+from kerasdist.callbacks.job_view import (
+    JobView,
+    check_arguments,
+    is_number,
+    is_whole,
+)
 from kerasdist.prediction.noise import GradientNorms, add_norms, noise_of
 from kerasdist.transport import log
 
@@ -121,10 +126,10 @@ class ScaleLearningRate(JobCallback):
         right = {
             f"rule={rule!r}; expected one of {tuple(RULES)}": rule in tuple(RULES),
             f"warmup_epochs={warmup_epochs!r}; expected 0 or more epochs": (
-                _is_number(warmup_epochs) and warmup_epochs >= 0
+                is_number(warmup_epochs) and warmup_epochs >= 0
             ),
             f"warmup_steps={warmup_steps!r}; expected 0 or more steps": (
-                warmup_steps is None or _is_whole(warmup_steps, 0)
+                warmup_steps is None or is_whole(warmup_steps, 0)
             ),
             f"warmup_epochs={warmup_epochs!r} and warmup_steps={warmup_steps!r}; "
             "expected one of them": (
@@ -136,13 +141,11 @@ class ScaleLearningRate(JobCallback):
         sizes = {"base_batch_size": base_batch_size, "batch_size": batch_size}
         for name, size in sizes.items():
             text = f"{name}={size!r}; expected a positive number of rows"
-            right[text] = size is None or _is_whole(size, 1)
+            right[text] = size is None or is_whole(size, 1)
         right[
             f"rule='adascale' with warmup_steps={warmup_steps!r}; expected no warm-up"
         ] = rule != "adascale" or not warmup_steps
-        if not all(right.values()):
-            faults = "; and ".join(text for text, fine in right.items() if not fine)
-            raise ValueError(f"`ScaleLearningRate` can't be made. Received: {faults}.")
+        check_arguments("ScaleLearningRate", right)
         self.rule = rule
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
@@ -156,7 +159,6 @@ class ScaleLearningRate(JobCallback):
         # The growth of the batch, if the gain is measured; and the last steps' norms.
         self._measured: float | None = None
         self._norms: list[GradientNorms] = []
-        self._read = GradientNorms()
         self._calls = 0
         self._begun = False
         self._restored = 0
@@ -176,12 +178,13 @@ class ScaleLearningRate(JobCallback):
     def set_model(self, model: Any) -> None:
         """Prepare the optimizers, before `fit` makes its train function."""
         super().set_model(model)
+        self._job = JobView(model)
         for optimizer in self._optimizers():
             if learning_rate.scaling_of(optimizer) is None:
-                learning_rate.scaling_of(optimizer, make=True)
+                learning_rate.make_scaling(optimizer)
                 # A function that was traced before doesn't scale.
                 model.train_function = None
-        hooks = self._hooks()
+        hooks = self._job.hooks
         meter = None if hooks is None else hooks.norms
         if self.rule == "adascale" and meter is not None and not meter.always:
             # Nor does it measure.
@@ -195,7 +198,7 @@ class ScaleLearningRate(JobCallback):
             ValueError: The batch size or the length of an epoch isn't known, or the
                 ranks' arguments differ.
         """
-        hooks = self._hooks()
+        hooks = self._job.hooks
         growth = self._find_growth(hooks)
         self._begin_measuring(hooks, growth)
         self.factor = RULES[self.rule](growth)
@@ -218,7 +221,7 @@ class ScaleLearningRate(JobCallback):
 
     def resumed_after(self, batches: int) -> None:
         """See `JobCallback.resumed_after`."""
-        hooks = self._hooks()
+        hooks = self._job.hooks
         # Perhaps only the chief can read the file.
         self._restored = (
             batches if hooks is None else int(hooks.consensus.of_chief(batches))
@@ -231,9 +234,7 @@ class ScaleLearningRate(JobCallback):
         self._begun = True
         behind = 0
         for optimizer in self._optimizers():
-            scaling = learning_rate.scaling_of(optimizer, make=True)
-            if scaling is None:
-                continue
+            scaling = learning_rate.make_scaling(optimizer)
             taken = int(steps_of(optimizer).numpy())
             _, steps, shift = scaling.values
             last = (taken + shift, steps) if steps else None
@@ -243,15 +244,8 @@ class ScaleLearningRate(JobCallback):
                     taken, epoch, self._restored, self._per_epoch(), last, self.steps
                 )
             scaling.set(self.factor, self.steps, behind - taken)
-        hooks = self._hooks()
-        if self.verbose and (hooks is None or hooks.workers.rank == 0):
+        if self.verbose and self._job.is_chief:
             log.info("%s", self._line(behind))
-
-    def _adopt_state(self, state: dict[str, Any]) -> None:
-        """See `JobCallback._adopt_state`; what was read is each worker's own."""
-        own = self._read
-        super()._adopt_state(state)
-        self._read = own
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Agree on the gain of the last steps, now and then."""
@@ -268,12 +262,9 @@ class ScaleLearningRate(JobCallback):
             return
         self._agree()
         self._measured = None
-        hooks = self._hooks()
+        hooks = self._job.hooks
         if hooks is not None:
             hooks.norms.always = False
-
-    def _hooks(self) -> KerasHooks | None:
-        return hooks_of(self.model.distribute_strategy)
 
     def _begin_measuring(self, hooks: KerasHooks | None, growth: float) -> None:
         """Decide whether the gain is measured; raise ValueError if it can't be."""
@@ -299,17 +290,15 @@ class ScaleLearningRate(JobCallback):
                 f"Received: gradient_accumulation_steps={windows}. Use "
                 "`rule='linear'`, or leave out the accumulation."
             )
-        self._read = hooks.norms.read()  # also those of an earlier `fit`
+        self._job.take_norms()  # also those of an earlier `fit`
         self._measured = growth
 
     def _agree(self) -> None:
         """Set the factor to the gain of the last steps, on all workers."""
-        hooks = self._hooks()
+        hooks = self._job.hooks
         if hooks is None or self._measured is None:
             return
-        before = GradientNorms(*self._read)
-        self._read = hooks.norms.read()
-        mine = np.array(before.plus(self._read, kept=-1.0))
+        mine = np.array(self._job.take_norms())
         every = hooks.workers.communicator.all_gather(mine)
         new = [GradientNorms(*map(float, row)) for row in every]
         replicas, steps = hooks.workers.replicas, new[0].steps
@@ -323,9 +312,7 @@ class ScaleLearningRate(JobCallback):
         batch = self._norms[0].steps / self._norms[0].per_row
         self.factor = noise.gain(batch, batch / self._measured)
         for optimizer in self._optimizers():
-            scaling = learning_rate.scaling_of(optimizer, make=True)
-            if scaling is not None:
-                scaling.set(self.factor, 0, 0)
+            learning_rate.make_scaling(optimizer).set(self.factor, 0, 0)
 
     def _optimizers(self) -> list[Any]:
         found = learning_rate.leaves_of(self.model)
@@ -342,7 +329,7 @@ class ScaleLearningRate(JobCallback):
         if steps is None:
             return None
         strategy = self.model.distribute_strategy
-        hooks = hooks_of(strategy)
+        hooks = self._job.hooks
         if hooks is not None and hooks.dynamic and not hooks.data.shards:
             # Each worker has this many of its own, and the steps of all are counted.
             return int(steps) * int(strategy.size)
@@ -444,13 +431,3 @@ def steps_behind(
     before = max(taken - batches, 0) / epoch
     part = min(batches / before, 1.0) if before else 0.0
     return round((epoch + part) * per_epoch)
-
-
-def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    )
-
-
-def _is_whole(value: Any, least: int) -> bool:
-    return _is_number(value) and value == int(value) >= least

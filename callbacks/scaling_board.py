@@ -21,8 +21,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -31,15 +30,24 @@ from kerasdist._keras.data.epoch_iterators import fits_arrays
 from kerasdist._keras.shared_state import JobCallback
 from kerasdist.callbacks import bottleneck, summaries
 from kerasdist.callbacks.bottleneck import Verdict, judge
-from kerasdist.callbacks.job_view import Baseline, ElasticView, Events, JobView, Windows
+from kerasdist.callbacks.job_view import (
+    Baseline,
+    ElasticView,
+    Events,
+    JobView,
+    Windows,
+    WorkerTotals,
+    check_arguments,
+    is_number,
+    is_whole,
+)
 from kerasdist.callbacks.summaries import Figures, Scalars, Summaries, combine
 from kerasdist.collectives import gather_json
 from kerasdist.prediction import report
 from kerasdist.prediction.noise import GradientNorms, add_norms
 from kerasdist.prediction.simulation import Prediction
-from kerasdist.strategies.measure.communication import StepTimes, link_speed
-from kerasdist.strategies.measure.machine import MachineReader, MachineUsage
-from kerasdist.strategies.measure.stages import StageTimes
+from kerasdist.strategies.measure.communication import link_speed
+from kerasdist.strategies.measure.stages import idle_parts
 from kerasdist.transport import log
 
 _PATHS = (str, bytes, os.PathLike)
@@ -50,24 +58,6 @@ _LOOK = 9
 # The noise of gradients changes slowly, and one window shows it badly: at the end of a
 # window this part of what earlier ones have shown remains.
 _KEPT_NORMS = 0.9
-
-
-class _Row(NamedTuple):
-    """A worker's row of what all exchange at the end of a window.
-
-    Attributes:
-        times: Its `StepTimes`, by name.
-        window: Its `Windows.state`.
-        reads: Pairs of staleness and number of reads.
-        norms: The sums of its `GradientNorms`.
-        machine: Its `MachineUsage`.
-    """
-
-    times: dict[str, Any]
-    window: list[float]
-    reads: list[tuple[int, int]]
-    norms: list[float]
-    machine: list[float]
 
 
 class ScalingTensorBoard(JobCallback):
@@ -123,26 +113,26 @@ class ScalingTensorBoard(JobCallback):
         verbose: int = 1,
     ) -> None:
         super().__init__()
-        is_freq = isinstance(update_freq, int) and not isinstance(update_freq, bool)
-        checks = {
-            "`log_dir` must be the path of a folder. "
-            f"Received: log_dir={log_dir!r}.": isinstance(log_dir, _PATHS),
-            **Baseline.checks(baseline, calibrate),
-            "`update_freq` must be 'auto', 'epoch' or a positive number of batches. "
-            f"Received: update_freq={update_freq!r}.": (
-                update_freq in ("auto", "epoch") or (is_freq and int(update_freq) > 0)
+        is_freq = isinstance(update_freq, int) and is_whole(update_freq, 1)
+        right = {
+            f"log_dir={log_dir!r}; expected the path of a folder": (
+                isinstance(log_dir, _PATHS)
             ),
-        }
-        checks |= {
-            "`prediction` must be the path of a file, or None. "
-            f"Received: prediction={prediction!r}.": (
+            f"baseline={baseline!r}; expected a positive number of examples per "
+            "second, or None": baseline is None
+            or (is_number(baseline) and baseline > 0),
+            f"calibrate={calibrate!r}; expected True or False": (
+                isinstance(calibrate, bool)
+            ),
+            f"baseline={baseline!r} and calibrate={calibrate!r}; expected one of "
+            "them": baseline is None or calibrate is not True,
+            f"update_freq={update_freq!r}; expected 'auto', 'epoch' or a positive "
+            "number of batches": is_freq or update_freq in ("auto", "epoch"),
+            f"prediction={prediction!r}; expected the path of a file, or None": (
                 prediction is None or isinstance(prediction, _PATHS)
             ),
         }
-        if not all(checks.values()):
-            raise ValueError(
-                " ".join(text for text, fine in checks.items() if not fine)
-            )
+        check_arguments("ScalingTensorBoard", right)
         self.log_dir = os.fsdecode(log_dir)
         self.figures: Figures | None
         self.verdict: Verdict | None
@@ -161,9 +151,8 @@ class ScalingTensorBoard(JobCallback):
         self.figures = self.verdict = None
         self._link: float | None = None
         self._baseline = Baseline(*self._speed)
-        # Calls that have begun, those that the window has counted, and the call before
-        # which something is to be done next.
-        self._calls = self._counted = 0
+        # Calls that have begun, and the one before which something is to be done next.
+        self._calls = 0
         self._due = 0.0
         self._epoch_began: float | None = None
         self._windows = Windows(self._update_freq, steps_per_call)
@@ -176,14 +165,10 @@ class ScalingTensorBoard(JobCallback):
 
     def _forget_sums(self) -> None:
         """Discard the sums of the steps so far."""
-        self._sums: dict[int, StepTimes] = {}
+        self._totals: dict[int, WorkerTotals] = {}
         self._seconds = 0.0
-        self._staleness: Counter[int] = Counter()
-        self._stages: StageTimes | None = None
-        self._machines: dict[int, MachineUsage] = {}
-        # Of each worker; those of the newest windows, and of all.
+        # Of each worker, mostly those of the newest windows.
         self._recent: list[GradientNorms] = []
-        self._norms: list[GradientNorms] = []
 
     # Called by Keras.
 
@@ -219,11 +204,8 @@ class ScalingTensorBoard(JobCallback):
             )
         self._open()
         self._job.clock.start()
-        self._job.take_stages()  # of an earlier `fit`
+        self._job.take()  # of an earlier `fit`
         self._steps = self._job.steps_taken()
-        self._job.take_reads()
-        self._job.take_norms()
-        self._machine = MachineReader()
         self._events = Events(self._job.happened())
         self._link = link_speed(self._job.communicator)
         self._arrays = fits_arrays()
@@ -254,6 +236,7 @@ class ScalingTensorBoard(JobCallback):
         ):
             self._before_call()
         self._calls += 1
+        self._windows.calls += 1
 
     def _before_call(self) -> None:
         """Run the work that is due before this call, and schedule the next."""
@@ -263,10 +246,9 @@ class ScalingTensorBoard(JobCallback):
             made = time.monotonic() - self._epoch_began
             self._job.clock.waited(made, between=True)
             self._epoch_began = None
-        self._count_calls()
         if self._job.in_step:
             if self._calls == _CALIBRATE and self._baseline.missing:
-                self._events.add(self._baseline.measure(self.model))
+                self._events.add(self._baseline.measure(self._job))
             if not self._windows.left:
                 self._end_window()
         if self._calls == _LOOK:
@@ -275,11 +257,6 @@ class ScalingTensorBoard(JobCallback):
         if self._job.in_step:
             ahead.append(self._calls + max(self._windows.left, 1))
         self._due = min(ahead, default=math.inf)
-
-    def _count_calls(self) -> None:
-        """Add the calls since the last time to the window."""
-        self._windows.calls += self._calls - self._counted
-        self._counted = self._calls
 
     def _follow_changes(self) -> bool:
         """Begin to measure the present workers, if they have changed.
@@ -292,10 +269,9 @@ class ScalingTensorBoard(JobCallback):
         changes = self._changes
         if changes is None or not changes.has_changed:
             return False
-        self._job.clock.take()
-        self._machine.take()
+        self._job.take()
         self._windows = Windows(self._update_freq, self._job.steps_per_call)
-        self._calls = self._counted = 0
+        self._calls = 0
         self._forget_sums()
         new = changes.take()
         steps = self._job.steps_taken()
@@ -319,11 +295,10 @@ class ScalingTensorBoard(JobCallback):
         if not self._job.in_step:
             self._baseline.agree(self._job.communicator)
             if self._baseline.missing:
-                self._events.add(self._baseline.measure(self.model))
+                self._events.add(self._baseline.measure(self._job))
         if self._follow_changes():
             return
         if not self._job.in_step or self._update_freq == "epoch":
-            self._count_calls()
             self._end_window()
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -331,7 +306,6 @@ class ScalingTensorBoard(JobCallback):
         if not self._active:
             return
         self._follow_changes()
-        self._count_calls()
         if self._job.in_step and self._windows.calls:
             self._end_window()
         if self._baseline.missing:
@@ -410,8 +384,8 @@ class ScalingTensorBoard(JobCallback):
             )
         return ""
 
-    def _has_file(self) -> bool:
-        """Return whether there's a file to write to; a new chief makes one."""
+    def _file(self) -> Summaries | None:
+        """Return the file to write to, if there is one; a new chief makes one."""
         changes = self._changes
         if self._summaries is None and changes and changes.writable:
             fault = self._make_file()
@@ -424,7 +398,7 @@ class ScalingTensorBoard(JobCallback):
                     "all workers share.",
                     stacklevel=2,
                 )
-        return self._summaries is not None
+        return self._summaries
 
     def _choose_sample(self) -> None:
         """Choose the calls to measure; workers in step measure the same ones."""
@@ -441,104 +415,72 @@ class ScalingTensorBoard(JobCallback):
         """End the window; all workers call it at the same step."""
         begin = time.monotonic()
         self._choose_sample()
-        times, lags = vars(self._job.clock.take()), self._job.take_reads()
-        norms = self._job.take_norms()
-        state, reads = self._windows.state(), [*lags.items()]
-        mine = _Row(times, state, reads, [*norms], [*self._machine.take()])
-        rows = [_Row(*each) for each in gather_json(self._job.communicator, mine)]
-        every = [StepTimes(**row.times) for row in rows]
-        self._windows.begin(every[0], rows[0].window)
+        sent = [self._job.take(), self._windows.state()]
+        rows = gather_json(self._job.communicator, sent)
+        every = [WorkerTotals.from_json(totals) for totals, _ in rows]
+        self._windows.begin(every[0].times, rows[0][1])
         if not self._job.is_chief:
             return
-        ranks = tuple(one.rank for one in every)
+        ranks = tuple(one.times.rank for one in every)
         self._events.note_workers(self._job.happened(), ranks)
-        every_read = sum((Counter(dict(row.reads)) for row in rows), Counter[int]())
-        used = [MachineUsage(*row.machine) for row in rows]
-        new = [GradientNorms(*row.norms) for row in rows]
+        new = [one.norms for one in every]
         self._recent = add_norms(self._recent, new, _KEPT_NORMS)
-        self._norms = add_norms(self._norms, new)
-        self._write(every, every_read, dict(zip(ranks, used, strict=True)))
-        self._windows.cost(time.monotonic() - begin)
-
-    def _write(
-        self,
-        every: list[StepTimes],
-        reads: Counter[int],
-        machines: dict[int, MachineUsage],
-    ) -> None:
-        stages = self._job.take_stages()
-        if stages is not None:
-            self._stages = stages if self._stages is None else self._stages.plus(stages)
-            if not stages.steps:
-                stages = self._stages  # no step of this window was measured
-        figures = self._figures(every, reads, stages, self._recent, machines)
-        for one in every:
-            before = self._sums.get(one.rank)
-            self._sums[one.rank] = one if before is None else before.plus(one)
-            used = self._machines.get(one.rank, MachineUsage())
-            self._machines[one.rank] = used.plus(machines[one.rank])
+        for rank, one in zip(ranks, every, strict=True):
+            before = self._totals.get(rank)
+            self._totals[rank] = one if before is None else before.plus(one)
         # A worker without a batch in an epoch measures no time, although it passes.
-        self._seconds += max(one.seconds for one in every)
-        self._staleness.update(reads)
+        self._seconds += max(one.times.seconds for one in every)
         self._steps = self._job.steps_taken()
+        figures = self._figures(every, self._recent)
         numbers: Scalars = {"": {}}
         if figures is not None:
             numbers = summaries.scalars(figures, self._job.rate())
         if self._changes is not None:
             numbers[""]["job/goodput_percent"] = self._changes.goodput_percent()
-        self._put(numbers, reads)
+        self._put(numbers, sum((one.reads for one in every), Counter[int]()))
+        self._windows.cost(time.monotonic() - begin)
 
     def _put(self, numbers: Scalars, reads: Any = None, verdict: str = "") -> None:
-        if not self._has_file():
-            return
-        words = {summaries.VERDICT: verdict, summaries.EVENTS: self._events.take()}
-        texts = {tag: text for tag, text in words.items() if text}
-        histograms = {summaries.STALENESS: reads} if reads else {}
-        if self._summaries is not None:
-            self._summaries.write(self._steps, numbers, texts, histograms)
+        file = self._file()
+        if file is not None:
+            texts = {summaries.VERDICT: verdict, summaries.EVENTS: self._events.take()}
+            file.write(self._steps, numbers, texts, reads)
 
     def _figures(
         self,
-        times: list[StepTimes],
-        reads: Mapping[int, int],
-        stages: StageTimes | None,
+        every: list[WorkerTotals],
         norms: list[GradientNorms],
-        machines: Mapping[int, MachineUsage],
         seconds: float | None = None,
     ) -> Figures | None:
+        times = [one.times for one in every]
         idle: tuple[float, ...] = ()
-        if stages is not None and times and times[0].steps:
-            idle = stages.idle(times[0].seconds / times[0].steps)
+        if every and times[0].steps:
+            # Perhaps no step of this window was measured.
+            found = (every[0].stages, self._totals[times[0].rank].stages)
+            step = times[0].seconds / times[0].steps
+            idle = idle_parts(found[0], step) or idle_parts(found[1], step)
+        reads = sum((one.reads for one in every), Counter[int]())
+        used = {one.times.rank: one.machine for one in every if one.machine.seconds}
         return combine(
             times,
             predicted=self._predicted.get(len(times)),
             seconds=seconds,
-            in_step=self._job.in_step,
             arrays=self._arrays,
             link=self._link,
             baseline=self._baseline.speed(times),
-            devices=self._job.devices,
-            between_devices=self._job.between_devices(),
             staleness=dict(reads),
             idle=idle,
-            compression=self._job.compression(),
-            noise=self._job.noise(norms),
-            machines={rank: used for rank, used in machines.items() if used.seconds},
+            machines=used,
+            **self._job.facts(norms),
         )
 
     def _conclude(self) -> None:
         """Write and log the verdict on the whole `fit`."""
-        if not self._job.is_chief or not self._has_file():
+        if not self._job.is_chief or (file := self._file()) is None:
             return
-        times = [self._sums[rank] for rank in sorted(self._sums)]
-        self.figures = self._figures(
-            times,
-            self._staleness,
-            self._stages,
-            self._norms,
-            self._machines,
-            self._seconds,
-        )
+        every = [self._totals[rank] for rank in sorted(self._totals)]
+        norms = [one.norms for one in every]
+        self.figures = self._figures(every, norms, self._seconds)
         text = ""
         if self.figures is not None:
             self.verdict = judge(self.figures)
@@ -547,6 +489,5 @@ class ScalingTensorBoard(JobCallback):
                 log.info("%s", bottleneck.to_text(self.figures, self.verdict))
         self._put({}, verdict=text)
         self._changes = None
-        if self._summaries is not None:
-            self._summaries.close()
+        file.close()
         self._summaries = None

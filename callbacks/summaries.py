@@ -10,7 +10,7 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,6 +134,17 @@ class Figures:
         """A worker's samples of a step for which `predicted` is; 0 without it."""
         found = self.predicted
         return found.examples_per_s * found.step_s / self.workers if found else 0.0
+
+    @property
+    def samples(self) -> float:
+        """A worker's samples of a step."""
+        return self.global_batch / (self.workers if self.in_step else 1)
+
+    @property
+    def cores(self) -> float:
+        """The number of cores of a worker, mean over the workers; 0: not known."""
+        used = self.machines.values()
+        return sum(one.cores for one in used) / len(used) if used else 0.0
 
     @property
     def busy_cores(self) -> float | None:
@@ -325,89 +336,71 @@ def layout() -> layout_pb2.Layout:
 
 def scalars(figures: Figures, learning_rate: float | None = None) -> Scalars:
     """Return the scalars of figures."""
-
-    def each(kind: str, values: Mapping[Any, float]) -> dict[str, float]:
-        return {f"{kind}_{name}": value for name, value in values.items()}
-
     f, several = figures, figures.workers > 1
-    guess = f.predicted
-    # By tag the value in each run; None isn't written.
-    lines: dict[str, Mapping[str, float | None]] = {
-        "examples_per_second": {
-            "": f.examples_per_second,
-            "predicted": None if guess is None else guess.examples_per_s,
-            **each("rank", f.by_rank),
+    # None isn't written.
+    runs: dict[str, dict[str, float | None]] = {
+        "": {
+            "examples_per_second": f.examples_per_second,
+            "efficiency/percent": f.efficiency and 100 * f.efficiency,
+            "step_seconds/whole": f.step_seconds,
+            "straggler/rank": f.slowest,
+            "straggler/lag_seconds": None if f.slowest is None else f.lag,
+            "staleness/mean": f.mean_staleness,
+            "bytes/per_step": f.bytes_per_step if several else f.bytes_per_step or None,
+            "bandwidth/achieved": f.bandwidth if several else None,
+            "compression/bytes_before": f.compression.get("bytes_before"),
+            "compression/unsent_norm": f.compression.get("unsent_norm"),
+            "batch/samples": None if f.noise is None else f.global_batch,
+            "batch/next_worker_percent": f.next_worker and 100 * f.next_worker,
+            "batch/goodput": f.goodput,
+            "job/learning_rate": learning_rate,
+            "job/global_batch": f.global_batch,
+            "job/workers": f.workers,
         },
-        "efficiency/percent": {"": f.efficiency and 100 * f.efficiency},
-        "step_seconds/whole": {
-            "": f.step_seconds,
-            "predicted": None if guess is None else guess.step_s,
+        "max": {
+            "staleness/max": max(f.staleness, default=None),
+            "bandwidth/link": f.link if several else None,
+            "compression/bytes_after": f.compression.get("bytes_after"),
+            # The noise scale, where it's a number of samples.
+            "batch/samples": None
+            if f.noise is None or math.isinf(f.noise.scale)
+            else f.noise.scale,
         },
-        "step_seconds": each("part", f.phases),
-        "step_percent": each("part", {name: 100 * f.share(name) for name in f.phases}),
-        "busy_seconds": each("rank", f.busy),
-        "straggler/rank": {"": f.slowest},
-        "straggler/lag_seconds": {"": None if f.slowest is None else f.lag},
-        "staleness/mean": {"": f.mean_staleness},
-        "staleness/max": {"max": max(f.staleness, default=None)},
-        "idle_percent": {f"stage_{n}": 100 * idle for n, idle in enumerate(f.idle)},
-        "bytes/per_step": {
-            "": f.bytes_per_step if several else f.bytes_per_step or None
-        },
-        "bandwidth/achieved": {"": f.bandwidth if several else None},
-        "bandwidth/link": {"max": f.link if several else None},
-        "compression/bytes_before": {"": f.compression.get("bytes_before")},
-        "compression/bytes_after": {"max": f.compression.get("bytes_after")},
-        "compression/unsent_norm": {"": f.compression.get("unsent_norm")},
-        "batch/samples": {
-            "": None if f.noise is None else f.global_batch,
-            "max": _useful(f),
-        },
-        "batch/next_worker_percent": {"": f.next_worker and 100 * f.next_worker},
-        "batch/goodput": {"": f.goodput},
-        **_machine_lines(f, each),
-        "job/learning_rate": {"": learning_rate},
-        "job/global_batch": {"": f.global_batch},
-        "job/workers": {"": f.workers},
     }
-    found: Scalars = {}
-    for tag, values in lines.items():
-        for run, value in values.items():
-            if value is not None:
-                found.setdefault(run, {})[tag] = value
-    return found
-
-
-def _machine_lines(
-    figures: Figures, each: Callable[[str, Mapping[Any, float]], dict[str, float]]
-) -> dict[str, dict[str, float]]:
-    """Return the lines of the workers' machines by tag, one of each rank."""
-    used = figures.machines
-    with_gpus = {rank: one for rank, one in used.items() if one.gpus}
-
-    def rates(name: str) -> dict[int, float]:
-        return {rank: one.per_second(name) for rank, one in used.items()}
-
-    found: dict[str, dict[int, float]] = {
-        "busy_cores": rates("cpu"),
-        "memory": {rank: one.memory for rank, one in used.items()},
-        "host_memory_percent": {r: 100 * one.host_memory for r, one in used.items()},
-        "swap": rates("swapped"),
-        "network": rates("network"),
-        "disk": rates("disk"),
-        "gpu_percent": {
-            rank: 100 * one.per_second("gpu") / one.gpus
-            for rank, one in with_gpus.items()
-        },
-        "gpu_memory": {rank: one.gpu_memory for rank, one in with_gpus.items()},
+    if f.predicted is not None:
+        runs["predicted"] = {
+            "examples_per_second": f.predicted.examples_per_s,
+            "step_seconds/whole": f.predicted.step_s,
+        }
+    for phase, seconds in f.phases.items():
+        percent = 100 * f.share(phase)
+        runs[f"part_{phase}"] = {"step_seconds": seconds, "step_percent": percent}
+    for rank, speed in f.by_rank.items():
+        runs[f"rank_{rank}"] = {
+            "examples_per_second": speed,
+            "busy_seconds": f.busy[rank],
+        }
+    for rank, used in f.machines.items():
+        runs.setdefault(f"rank_{rank}", {}).update(
+            {
+                "machine/busy_cores": used.per_second("cpu"),
+                "machine/memory": used.memory,
+                "machine/host_memory_percent": 100 * used.host_memory,
+                "machine/swap": used.per_second("swapped"),
+                "machine/network": used.per_second("network"),
+                "machine/disk": used.per_second("disk"),
+                "machine/gpu_percent": 100 * used.per_second("gpu") / used.gpus
+                if used.gpus
+                else None,
+                "machine/gpu_memory": used.gpu_memory if used.gpus else None,
+            }
+        )
+    for number, idle in enumerate(f.idle):
+        runs[f"stage_{number}"] = {"idle_percent": 100 * idle}
+    return {
+        run: {tag: value for tag, value in values.items() if value is not None}
+        for run, values in runs.items()
     }
-    return {f"machine/{tag}": each("rank", lines) for tag, lines in found.items()}
-
-
-def _useful(figures: Figures) -> float | None:
-    """Return the noise scale, where it's a number of samples."""
-    scale = None if figures.noise is None else figures.noise.scale
-    return None if scale is None or math.isinf(scale) else scale
 
 
 # A histogram has a bucket per staleness, up to this many.
@@ -431,24 +424,24 @@ class Summaries:
         self,
         step: int,
         scalars: Scalars,
-        texts: Mapping[str, str] | None = None,
-        histograms: Mapping[str, Mapping[int, int]] | None = None,
+        texts: Mapping[str, str],
+        reads: Mapping[int, int] | None = None,
     ) -> None:
         """Write the values of one step.
 
         Args:
             step: Its number.
             scalars: Numbers.
-            texts: Markdown by tag.
-            histograms: By tag the count of each number.
+            texts: Markdown by tag; empty ones aren't written.
+            reads: Number of reads of weights, by their staleness.
         """
         runs = {
             run: [scalar_pb(tag, value) for tag, value in values.items()]
             for run, values in {"": {}, **scalars}.items()
         }
-        runs[""] += [text_pb(tag, text) for tag, text in (texts or {}).items()]
-        for tag, counts in (histograms or {}).items():
-            runs[""].append(histogram_pb(tag, _values(counts), _MOST_BUCKETS))
+        runs[""] += [text_pb(tag, text) for tag, text in texts.items() if text]
+        if reads:
+            runs[""].append(histogram_pb(STALENESS, _values(reads), _MOST_BUCKETS))
         for run, parts in runs.items():
             if parts:
                 values = [value for part in parts for value in part.value]

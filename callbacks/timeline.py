@@ -6,13 +6,13 @@ import gzip
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerasdist._keras.shared_state import JobCallback
-from kerasdist.callbacks.job_view import JobView
+from kerasdist.callbacks.job_view import JobView, check_arguments, is_whole
 from kerasdist.collectives import gather_json
 from kerasdist.strategies.measure.communication import Span, SpanList
 from kerasdist.strategies.measure.stages import (
@@ -21,7 +21,6 @@ from kerasdist.strategies.measure.stages import (
     StageClock,
     clock_offset,
 )
-from kerasdist.strategies.sync.extended import DataParallelStrategy
 from kerasdist.transport import log
 from kerasdist.transport.tracing import NAMES, now
 
@@ -85,33 +84,24 @@ class Timeline(JobCallback):
     ) -> None:
         super().__init__()
         self.path = Path(path)
-        faults = []
-        if self.path.suffix and not self.path.name.endswith(_ENDINGS):
-            faults.append(
-                f"path={str(path)!r}; expected a name in {', '.join(_ENDINGS)}, or of "
-                "a folder, without an ending"
-            )
-        try:
-            first, stop = steps
-            right = first == int(first) >= 0 and stop == int(stop) > first
-        except (TypeError, ValueError):
-            right = False
-        if not right:
-            faults.append(
-                f"steps={steps!r}; expected two numbers, the first step and the one "
-                "after the last"
-            )
-        if faults:
-            raise ValueError(
-                "`Timeline` can't be made. Received: " + "; and ".join(faults) + "."
-            )
-        self.steps = int(first), int(stop)
+        right = {
+            f"path={str(path)!r}; expected a name in {', '.join(_ENDINGS)}, or of a "
+            "folder, without an ending": (
+                not self.path.suffix or self.path.name.endswith(_ENDINGS)
+            ),
+            f"steps={steps!r}; expected two numbers, the first step and the one after "
+            "the last": _is_window(steps),
+        }
+        check_arguments("Timeline", right)
+        self.steps = int(steps[0]), int(steps[1])
         self.verbose = verbose
         self._job: JobView
         self._taken = self._batch = self._begun = self._before = 0
         self._done = True
         self._log = SpanList(None, _MOST_SPANS)
-        self._record: Record | None = None
+        # Whether the record has begun; that of a worker which joins later than others'.
+        self._opened = False
+        self._record = Record()
         # The worker, by its rank at the start, whose clock offsets are relative to.
         self._reference = 0
 
@@ -121,12 +111,11 @@ class Timeline(JobCallback):
         """Begin to count steps."""
         self._log.listen(False)  # an earlier `fit` may have failed
         self._taken = 0
-        self._done = False
-        self._record = None
+        self._done = self._opened = False
+        self._record = Record()
         self._job = JobView(self.model)
-        strategy = self.model.distribute_strategy
-        is_job = isinstance(strategy, DataParallelStrategy)
-        self._log = SpanList(strategy.communicator if is_job else None, _MOST_SPANS)
+        communicator = None if self._job.hooks is None else self._job.communicator
+        self._log = SpanList(communicator, _MOST_SPANS)
         if not self._job.in_step:
             # These workers have no collectives inside an epoch.
             self._open()
@@ -142,16 +131,16 @@ class Timeline(JobCallback):
             self._job.clock.asked = True
         if ahead >= count:
             return
-        if self._record is None:
+        if not self._opened:
             self._open()
         if not self._log.listening:
             self._log.listen(True)
             self._before = self._log.step
-            clock, record = self._stage_clock, self._record
+            clock = self._stage_clock
             # One worker may have stages on other machines.
             error = 0 if clock is None else clock.align()
-            if error and record is not None:
-                record.offsets = [Offset(now(), 0, error)]
+            if error:
+                self._record.offsets = [Offset(now(), 0, error)]
         self._look()  # drop the spans before
         self._begun = now()
 
@@ -162,10 +151,11 @@ class Timeline(JobCallback):
         ended = now()
         first, count = self._taken, batch - self._batch + 1
         self._taken += count
-        if self._record is None or not self._log.listening:
+        if not self._log.listening:
             return
+        name = f"step {first}" if count == 1 else f"steps {first} to {self._taken - 1}"
         self._record.executions.append(
-            Execution(first, count, self._begun, ended, self._before)
+            Span(name, self._begun, ended, step=self._before)
         )
         self._before = self._log.step
         self._record.stages += self._look()
@@ -190,7 +180,7 @@ class Timeline(JobCallback):
         if self._done:
             return
         self._log.listen(False)
-        if self._record is not None:
+        if self._opened:
             self._write()
         elif self.verbose and self._job.is_chief:
             log.info(
@@ -204,22 +194,6 @@ class Timeline(JobCallback):
         del error
         self._done = True
         self._log.listen(False)
-
-    def _state_for_newcomers(self) -> dict[str, Any]:
-        """See `JobCallback._state_for_newcomers`."""
-        return {
-            "taken": self._taken,
-            "done": self._done,
-            "recording": self._record is not None,
-            "reference": self._reference,
-        }
-
-    def _adopt_state(self, state: dict[str, Any]) -> None:
-        """See `JobCallback._adopt_state`: its record begins later than the others'."""
-        self._taken, self._done = state["taken"], state["done"]
-        self._reference = state["reference"]
-        if state["recording"] and self._log.communicator is not None:
-            self._record = self._new_record()
 
     # The record.
 
@@ -237,43 +211,35 @@ class Timeline(JobCallback):
 
     def _open(self) -> None:
         """Begin the record; for workers in step this is a collective."""
-        self._record = self._new_record()
+        self._opened = True
         self._align()
 
-    def _new_record(self) -> Record:
-        communicator = self._log.communicator
-        if communicator is None:
-            return Record(0, "this worker", [Offset(now(), 0, 0)])
-        here = communicator.peers[communicator.rank].address
-        return Record(communicator.rank, here, [])
-
     def _align(self) -> None:
-        communicator, record = self._log.communicator, self._record
-        if communicator is None or record is None:
+        communicator, offsets = self._log.communicator, self._record.offsets
+        if communicator is None:
             return
         found = clock_offset(communicator)
         chief = communicator.ranks[0]
         if chief != self._reference:
             # Offsets from the clock of a chief that was lost.
-            record.offsets.clear()
+            offsets.clear()
         self._reference = chief
         if communicator.size == 1 and not self._job.in_step:
             return  # it joined later, and is alone: its offset is known at the end
-        record.offsets.append(found)
+        offsets.append(found)
 
     def _write(self) -> None:
         """Gather the records of all ranks; the chief writes the file."""
         self._done = True
         record, communicator = self._record, self._log.communicator
-        if record is None:
-            return
         record.spans, record.dropped = self._log.spans, self._log.dropped
+        self._align()
+        if not record.offsets:
+            record.offsets.append(Offset(now(), 0, 0))
         records = [record]
         if communicator is not None:
-            self._align()
             record.rank = communicator.rank
-            if not record.offsets:
-                record.offsets.append(Offset(now(), 0, 0))
+            record.host = communicator.peers[record.rank].address
             every = gather_json(communicator, vars(record), compressed=True)
             if not self._job.is_chief:
                 return
@@ -298,6 +264,14 @@ class Timeline(JobCallback):
                 f"span(s) of communication, clocks right to {error:.1f} us. Open it "
                 f"{_VIEWERS.get(self.path.suffix, _PERFETTO)}.",
             )
+
+
+def _is_window(steps: Any) -> bool:
+    try:
+        first, stop = steps
+    except (TypeError, ValueError):
+        return False
+    return is_whole(first, 0) and is_whole(stop, 1) and bool(stop > first)
 
 
 def _replace(path: Path, records: list[Record]) -> None:
@@ -337,40 +311,32 @@ def xspace(records: Sequence[Record]) -> bytes:
     space = xplane_pb2.XSpace()
     for process in processes(records):
         plane = space.planes.add(id=process.rank, name=_PREFIX + process.title)
-        events, stats = _Table(plane.event_metadata), _Table(plane.stat_metadata)
+        spans = [span for lane in process.lanes for span in lane.spans]
+        events = _numbered(plane.event_metadata, (span.name for span in spans))
+        stats = _numbered(plane.stat_metadata, ("bytes", "what"))
         for lane in process.lanes:
             # Lines are sorted by their numbers.
             line = plane.lines.add(
                 id=lane.number, display_id=lane.number, name=lane.title
             )
-            _fill(line, lane, events, stats)
+            for span in lane.spans:
+                event = line.events.add(
+                    metadata_id=events[span.name],
+                    offset_ps=1000 * span.begin,
+                    duration_ps=1000 * (span.end - span.begin),
+                )
+                for name, value in _args(span).items():
+                    kind = "str_value" if name == "what" else "uint64_value"
+                    event.stats.add(metadata_id=stats[name], **{kind: value})
     return bytes(space.SerializeToString())
 
 
-def _fill(line: Any, lane: Lane, events: _Table, stats: _Table) -> None:
-    for begin, end, span in lane.spans:
-        event = line.events.add(
-            metadata_id=events.number(span.name),
-            offset_ps=1000 * begin,
-            duration_ps=1000 * (end - begin),
-        )
-        for name, value in _args(span).items():
-            kind = "str_value" if name == "what" else "uint64_value"
-            event.stats.add(metadata_id=stats.number(name), **{kind: value})
-
-
-class _Table:
-    """Names of a plane, each with a number from 1: entries of 0 aren't kept."""
-
-    def __init__(self, entries: Any) -> None:
-        self._entries = entries
-        self._numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        """Return the number of this name."""
-        found = self._numbers.setdefault(name, len(self._numbers) + 1)
-        self._entries[found].id, self._entries[found].name = found, name
-        return found
+def _numbered(entries: Any, names: Iterable[str]) -> dict[str, int]:
+    """Put names into a plane's table, with numbers from 1: entries of 0 aren't kept."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names), 1)}
+    for name, number in numbers.items():
+        entries[number].id, entries[number].name = number, name
+    return numbers
 
 
 # The records of all ranks as one trace in Chrome's format.
@@ -396,24 +362,6 @@ _NUMBERS = 1000
 _NEVER = 1 << 62
 
 
-class Execution(NamedTuple):
-    """One call of the function that takes steps.
-
-    Attributes:
-        first: Number of its first step in this `fit`.
-        steps: The number of its steps.
-        begin: When it began, in nanoseconds.
-        end: When it ended.
-        before: The communicator's number of steps when it began.
-    """
-
-    first: int
-    steps: int
-    begin: int
-    end: int
-    before: int = 0
-
-
 @dataclass
 class Record:
     """The record of one rank.
@@ -423,16 +371,17 @@ class Record:
         host: Its name.
         offsets: The lead of its clock over rank 0's: at the begin and the end, see
             `strategies.measure.stages`.
-        executions: Its steps.
+        executions: Its calls of the function that takes steps: their numbers in this
+            `fit`, and that of the communicator when it began.
         spans: The spans of its communicator.
         dropped: Number of spans that weren't kept.
         stages: The spans of its stages: a stage is a thread.
     """
 
-    rank: int
-    host: str
-    offsets: list[Offset]
-    executions: list[Execution] = field(default_factory=list)
+    rank: int = 0
+    host: str = "this worker"
+    offsets: list[Offset] = field(default_factory=list)
+    executions: list[Span] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
     stages: list[Span] = field(default_factory=list)
@@ -440,12 +389,12 @@ class Record:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Record:
         """Return the record that has these attributes, of what JSON has."""
-        kinds = {"offsets": Offset, "executions": Execution}
-        kinds |= {"spans": Span, "stages": Span}
-        lists = {
-            name: [kind(*each) for each in found[name]] for name, kind in kinds.items()
+        spans = {
+            name: [Span(*each) for each in found[name]]
+            for name in ("executions", "spans", "stages")
         }
-        return cls(**{**found, **lists})
+        offsets = [Offset(*each) for each in found["offsets"]]
+        return cls(**{**found, **spans, "offsets": offsets})
 
     def aligned(self, time: int) -> int:
         """Convert a time of this rank's clock to rank 0's clock."""
@@ -467,13 +416,12 @@ class Lane(NamedTuple):
     Attributes:
         number: Its index among the rank's lanes, from 0.
         title: Its name.
-        spans: The spans with begin and end in nanoseconds on the trace's clock; a span
-            is before those that it contains.
+        spans: The spans on the trace's clock; a span is before those that it contains.
     """
 
     number: int
     title: str
-    spans: tuple[tuple[int, int, Span], ...]
+    spans: tuple[Span, ...]
 
 
 class Process(NamedTuple):
@@ -501,14 +449,13 @@ def processes(records: Sequence[Record]) -> list[Process]:
     digits = len(str(max((record.rank for record in records), default=0)))
     found = []
     for record in records:
-        lanes: dict[tuple[int, str], list[tuple[int, int, Span]]] = {}
+        lanes: dict[tuple[int, str], list[Span]] = {}
         for lane, title, span in _lanes(record):
             begin, end = record.aligned(span.begin), record.aligned(span.end)
-            lanes.setdefault((lane, title), []).append(
-                (begin - start, end - start, span)
-            )
+            moved = span._replace(begin=begin - start, end=end - start)
+            lanes.setdefault((lane, title), []).append(moved)
         for spans in lanes.values():
-            spans.sort(key=lambda each: (each[0], -each[1]))
+            spans.sort(key=lambda each: (each.begin, -each.end))
         title = f"rank {record.rank:0{digits}} ({record.host})"
         ordered = (Lane(*lane, tuple(spans)) for lane, spans in sorted(lanes.items()))
         found.append(Process(record.rank, title, tuple(ordered)))
@@ -531,13 +478,13 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
                 "ph": "X",
                 "pid": number,
                 "tid": number + 1 + lane.number,
-                "ts": begin / 1000,
-                "dur": (end - begin) / 1000,
+                "ts": span.begin / 1000,
+                "dur": (span.end - span.begin) / 1000,
                 "cat": _category(lane.number),
                 "args": _args(span),
             }
             for lane in process.lanes
-            for begin, end, span in lane.spans
+            for span in lane.spans
         ]
     return {
         "traceEvents": events,
@@ -559,8 +506,8 @@ def _category(lane: int) -> str:
 
 
 def _begin(record: Record) -> int:
-    times = [each.begin for each in record.executions]
-    times += [each.begin for each in (*record.spans, *record.stages)]
+    spans = (*record.executions, *record.spans, *record.stages)
+    times = [each.begin for each in spans]
     return record.aligned(min(times)) if times else 0
 
 
@@ -645,18 +592,16 @@ def _gaps(span: Span, others: Sequence[Span]) -> Iterator[Span]:
         yield span._replace(begin=begin)
 
 
-def _parts(execution: Execution, spans: Sequence[Span]) -> Iterator[Span]:
+def _parts(execution: Span, spans: Sequence[Span]) -> Iterator[Span]:
     """Yield an execution as a span, and its parts, derived from its collectives."""
-    first, last = execution.first, execution.first + execution.steps - 1
-    name = f"step {first}" if first == last else f"steps {first} to {last}"
-    yield Span(name, execution.begin, execution.end)
+    yield execution
     exchanges: dict[int, tuple[int, int]] = {}
     for span in spans:
         inside = execution.begin <= span.begin and span.end <= execution.end
         if not inside or span.name in NAMES:
             continue
         # Before the first bucket of a step others may exchange something.
-        if span.name != "push_pull" and span.step <= execution.before:
+        if span.name != "push_pull" and span.step <= execution.step:
             continue
         begin, end = exchanges.get(span.step, (span.begin, span.end))
         exchanges[span.step] = min(begin, span.begin), max(end, span.end)

@@ -224,12 +224,16 @@ def leaves_of(trainer: Any) -> list[Any]:
     return list({id(leaf): leaf for leaf in found}.values())
 
 
-def scaling_of(optimizer: Any, *, make: bool = False) -> Scaling | None:
-    """Return an optimizer's factor; None if it has none and `make` is false."""
+def scaling_of(optimizer: Any) -> Scaling | None:
+    """Return an optimizer's factor; None if it has none."""
     scaling: Scaling | None = SCALING.get(optimizer)
-    if scaling is None and make:
-        scaling = Scaling(optimizer)
-        SCALING.set(optimizer, scaling)
+    return scaling
+
+
+def make_scaling(optimizer: Any) -> Scaling:
+    """Return an optimizer's factor, which is made if there is none."""
+    scaling = scaling_of(optimizer) or Scaling(optimizer)
+    SCALING.set(optimizer, scaling)
     return scaling
 
 

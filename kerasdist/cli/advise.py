@@ -119,7 +119,8 @@ def _measured(arguments: argparse.Namespace, faults: list[str]) -> dict[str, Pro
             "workers of one host share its cores, so that none is measured as it will "
             f"be. Received: -n {arguments.size}. Give --workers, or hosts with -H"
         )
-    if not hosts and (arguments.network is None or not _several(arguments)):
+    workers = arguments.workers or len(arguments.speeds)
+    if not hosts and (arguments.network is None or workers < 2):
         faults.append(
             "the machines aren't known. Give --workers and --network, or hosts to "
             f"measure, as -H alpha,beta. Received: --workers {arguments.workers}, "
@@ -136,10 +137,6 @@ def _measured(arguments: argparse.Namespace, faults: list[str]) -> dict[str, Pro
         found = {"": dataclasses.replace(plain, messages=pair[""].messages)}
     write_profiles(arguments.profile, found)
     return found
-
-
-def _several(arguments: argparse.Namespace) -> bool:
-    return (arguments.workers or len(arguments.speeds)) > 1
 
 
 # The advice as JSON and as text.

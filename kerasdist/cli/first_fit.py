@@ -46,7 +46,7 @@ from kerasdist.prediction.profile import (
     messages_of,
 )
 from kerasdist.strategies.measure.communication import SpanList
-from kerasdist.transport.framing import from_plain
+from kerasdist.transport.framing import from_plain, to_object
 
 
 def main() -> None:
@@ -113,55 +113,50 @@ def _run(command: list[str]) -> None:
 
 def _bench(steps: int, command: list[str]) -> NoReturn:
     with tempfile.TemporaryDirectory(prefix="kerasdist-bench-") as folder:
-        board = ScalingTensorBoard(folder, calibrate=True, verbose=0)
+        board = _Bench(folder, steps)
         try:
-            _run_first_fit("bench", command, [_Limit(board, steps), board])
+            _run_first_fit("bench", command, [board])
         finally:
             # Also after an error, which ends `fit`: for the steps before it.
             _print_result(board)
 
 
-class _Limit(JobCallback):
+class _Bench(ScalingTensorBoard):
     """Ends the process after some steps of a `fit`, when the figures have been logged.
 
-    It stands in front of the board, which then hasn't counted the step that isn't run.
-
     Args:
-        board: Measures the same `fit`.
+        folder: Of its files.
         steps: Number of steps.
     """
 
-    def __init__(self, board: ScalingTensorBoard, steps: int) -> None:
-        super().__init__()
-        self._board, self._steps = board, steps
+    def __init__(self, folder: str, steps: int) -> None:
+        super().__init__(folder, calibrate=True, verbose=0)
+        self._most = steps
         self._left = self._epochs = 0
-        self._in_step = True
 
     def on_train_begin(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_begin`."""
-        job = JobView(self.model)
-        self._in_step = job.in_step
-        self._left = -(-self._steps // job.steps_per_call)
+        super().on_train_begin(logs)
+        self._left = -(-self._most // self._job.steps_per_call)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_epoch_begin`."""
         self._epochs += 1
         # Asynchronous workers exchange their figures at the end of an epoch.
-        if self._epochs > 1 and not self._in_step:
-            self._end()
+        if self._epochs > 1 and not self._job.in_step:
+            self.on_train_end()
+        super().on_epoch_begin(epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_batch_begin`."""
-        if self._left == 0 and self._in_step:
-            self._end()
+        if self._left == 0 and self._job.in_step:
+            self.on_train_end()  # without the step that isn't run
         self._left -= 1
+        super().on_train_batch_begin(batch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """See `keras.callbacks.Callback.on_train_end`."""
-        self._end()
-
-    def _end(self) -> None:
-        self._board.on_train_end()
+        super().on_train_end(logs)
         raise SystemExit(0)
 
 
@@ -311,7 +306,7 @@ class _Profiler(JobCallback):
         found = {"": profile}
         if job.communicator.size == 1:
             found = self._with_compressors(profile)
-        document = {name: each.to_json() for name, each in found.items()}
+        document = {name: to_object(each) for name, each in found.items()}
         os.write(self._output, json.dumps(document).encode() + b"\n")
         raise SystemExit(0)
 

@@ -29,6 +29,7 @@ from kerasdist.cli.run import command as run
 from kerasdist.prediction import report
 from kerasdist.prediction.profile import Profile, parse_link
 from kerasdist.prediction.simulation import Setup, predict
+from kerasdist.transport.framing import from_plain, to_object
 
 _COMPRESSORS = ("fp16", "bf16", "powersgd", "topk")
 _DESCRIPTION = """\
@@ -179,7 +180,7 @@ def read_profiles(
         value: Any = json.loads(path.read_text("utf-8"))
         # `advise` compares others with gradients as they are.
         names = value if value and arguments.command == "predict" else ("", *value)
-        return {name: Profile.from_json(value[name]) for name in names}
+        return {name: from_plain(value[name], Profile) for name in names}
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = f"a file that `kerasdist {arguments.command}` has written"
         faults.append(must_be("--profile", what, path, f": {error}"))
@@ -189,7 +190,7 @@ def read_profiles(
 def write_profiles(path: Path | None, profiles: Mapping[str, Profile]) -> None:
     """Write the file of `--profile`, if it's given."""
     if path is not None:
-        document = {name: each.to_json() for name, each in profiles.items()}
+        document = {name: to_object(each) for name, each in profiles.items()}
         path.write_text(json.dumps(document) + "\n", "utf-8")
 
 
@@ -224,8 +225,8 @@ def measure(
         lines = [line for line in file if line.startswith(b"{")]
     if code or not lines:
         raise SystemExit(code or 1)
-    value: Any = json.loads(lines[-1])
-    return {name: Profile.from_json(each) for name, each in value.items()}
+    found: dict[str, Profile] = from_plain(json.loads(lines[-1]), dict[str, Profile])
+    return found
 
 
 COMMAND = Command(

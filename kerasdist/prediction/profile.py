@@ -9,13 +9,12 @@ import dataclasses
 import re
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.ring import PIECE_BYTES
-from kerasdist.transport.framing import from_plain, to_object
 
 
 class HostLink(NamedTuple):
@@ -192,20 +191,6 @@ class Profile:
                 "A profile must have rows and the seconds of at least one step, all of "
                 f"them positive. Received: {self}."
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return to_object(self)
-
-    @classmethod
-    def from_json(cls, value: Any) -> Profile:
-        """Return the profile in a JSON value.
-
-        Raises:
-            ValueError, TypeError: It's none.
-        """
-        found: Profile = from_plain(value, cls)
-        return found
 
 
 def messages_of(

@@ -10,7 +10,7 @@ from typing import Any
 from kerasdist.placement.plan import counted
 from kerasdist.prediction.profile import Profile
 from kerasdist.prediction.simulation import Prediction, Setup
-from kerasdist.transport.framing import from_plain
+from kerasdist.transport.framing import from_plain, to_object
 
 # What was reported of a real system of this size, in single precision (Kurth et al.,
 # "Exascale deep learning for climate analytics", SC 2018): another model and network.
@@ -37,7 +37,7 @@ def to_json(
         seconds, cost = epoch_of(profile, workers, prediction, price)
         each = dataclasses.asdict(prediction) | {"epoch_s": seconds or None}
         found[str(workers)] = each | ({} if cost is None else {"epoch_cost": cost})
-    return {"workers": found, "profile": profile.to_json()}
+    return {"workers": found, "profile": to_object(profile)}
 
 
 def from_json(value: Any) -> dict[int, Prediction]:
@@ -47,15 +47,12 @@ def from_json(value: Any) -> dict[int, Prediction]:
         ValueError: There are none.
     """
     try:
-        return {
-            int(workers): from_plain(
-                {name: each[name] for name in Prediction.__dataclass_fields__},
-                Prediction,
-            )
-            for workers, each in value["workers"].items()
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        found: dict[int, Prediction] = from_plain(
+            value["workers"], dict[int, Prediction]
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"there are no predictions in it: {error!r}") from None
+    return found
 
 
 def to_text(

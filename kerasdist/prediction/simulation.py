@@ -22,7 +22,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -39,47 +39,26 @@ from kerasdist.prediction.profile import LOOPBACK, GradientMessage, HostLink, Pr
 # (`tests/prediction` plays the schedules event by event, and compares).
 
 
-class Places(NamedTuple):
-    """The places of a job's workers.
-
-    Attributes:
-        workers: Number of workers.
-        per_host: Workers of each host; with several the transport is hierarchical.
-        link: Between two hosts.
-        local: Inside a host. The `byte` is that of an all-reduce's buffer.
-    """
-
-    workers: int
-    per_host: int
-    link: HostLink
-    local: HostLink = LOOPBACK
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return -(-self.workers // self.per_host)
-
-
-def all_reduce(size: int, places: Places) -> float:
+def all_reduce(size: int, workers: int, setup: Setup) -> float:
     """Return the seconds of an all-reduce of `size` bytes."""
-    inside = min(places.per_host, places.workers)
-    between = _ring_all_reduce(size, places.hosts, places.link)
+    inside, hosts = min(setup.per_host, workers), setup.hosts(workers)
+    between = _ring_all_reduce(size, hosts, setup.link)
     if inside == 1:
         return between
     # The sum inside of each host, the ring of leaders, the broadcast in each host.
-    return _inside(size, inside, places) * (1 if places.hosts == 1 else 2) + between
+    return _inside(size, inside) * (1 if hosts == 1 else 2) + between
 
 
-def all_gather(size: int, places: Places) -> float:
+def all_gather(size: int, workers: int, setup: Setup) -> float:
     """Return the seconds of an all-gather of `size` bytes of each rank."""
-    inside = min(places.per_host, places.workers)
-    between = (places.hosts - 1) * places.link.seconds(size * inside)
+    inside, hosts = min(setup.per_host, workers), setup.hosts(workers)
+    between = (hosts - 1) * setup.link.seconds(size * inside)
     if inside == 1:
         return between
-    own = _inside(size * inside, inside, places)
-    if places.hosts == 1:
+    own = _inside(size * inside, inside)
+    if hosts == 1:
         return own
-    return own + between + _inside(size * places.workers, inside, places)
+    return own + between + _inside(size * workers, inside)
 
 
 def _ring_all_reduce(size: int, ranks: int, link: HostLink) -> float:
@@ -92,21 +71,20 @@ def _ring_all_reduce(size: int, ranks: int, link: HostLink) -> float:
     return 2 * (ranks - 1) * (pieces * link.latency + chunk * link.byte)
 
 
-def _inside(size: int, ranks: int, places: Places) -> float:
+def _inside(size: int, ranks: int) -> float:
     """Return the seconds in the memory of a host: log2(ranks) messages, and bytes."""
-    return math.ceil(math.log2(ranks)) * places.local.latency + size * places.local.byte
+    # `byte` is that of an all-reduce's buffer.
+    return math.ceil(math.log2(ranks)) * LOOPBACK.latency + size * LOOPBACK.byte
 
 
-def exchange_with_servers(
-    size: int, workers: int, servers: int, link: HostLink
-) -> float:
+def exchange_with_servers(size: int, workers: int, setup: Setup) -> float:
     """Return the seconds in which `workers` at once send to servers, and get replies.
 
     Each server has an equal part of the bytes. A message is as slow as the fuller one
     of two links: a worker's, with all parts, or a server's, with a part of each worker.
     """
-    busiest = max(size, workers * size / servers)
-    return 2 * link.seconds(busiest)
+    busiest = max(size, workers * size / setup.servers)
+    return 2 * setup.link.seconds(busiest)
 
 
 # The steps.
@@ -136,7 +114,7 @@ class Setup:
     Attributes:
         strategy: "ring"; "sync" or "async" for parameter servers.
         servers: Number of parameter servers.
-        per_host: Workers of each host.
+        per_host: Workers of each host; with several the transport is hierarchical.
         link: The link between two hosts.
         local_steps: Steps that each worker takes by itself before weights are averaged.
         speeds: How fast workers compute, beside the measured one; others' are 1.
@@ -150,6 +128,10 @@ class Setup:
     local_steps: int = 1
     speeds: tuple[float, ...] = ()
     balance: bool = False
+
+    def hosts(self, workers: int) -> int:
+        """Return the number of hosts of some workers."""
+        return -(-workers // self.per_host)
 
     def speeds_of(self, workers: int) -> Array:
         """Return the speeds of some workers, each of which has rows of its own."""
@@ -262,17 +244,16 @@ def _steps(profile: Profile, setup: Setup, workers: int) -> Array:
     if setup.strategy == "async":
         return _asynchronous(profile, setup, workers)
     rest = profile.input + profile.outside
-    places = Places(workers, min(setup.per_host, workers), setup.link)
     every = setup.local_steps
     slowest = _slowest(profile.compute, setup.speeds_of(workers), every)
     if every > 1:
         # Each worker updates by itself; then the weights are averaged.
-        average = all_reduce(profile.weights, places) if workers > 1 else 0.0
+        average = all_reduce(profile.weights, workers, setup) if workers > 1 else 0.0
         return (slowest + every * (profile.update + rest) + average) / every
     updated = np.zeros_like(slowest)
     before = 0.0
     messages = profile.messages if workers > 1 else ()
-    seconds = [_seconds(message, setup, places) for message in messages]
+    seconds = [_seconds(message, workers, setup) for message in messages]
     for message, ends in zip(
         messages, arrivals(slowest, messages, seconds), strict=True
     ):
@@ -283,16 +264,11 @@ def _steps(profile: Profile, setup: Setup, workers: int) -> Array:
     return np.maximum(updated, slowest) + left + rest
 
 
-def _seconds(message: GradientMessage, setup: Setup, places: Places) -> float:
+def _seconds(message: GradientMessage, workers: int, setup: Setup) -> float:
     if setup.strategy == "sync":
-        return exchange_with_servers(
-            message.size, places.workers, setup.servers, setup.link
-        )
-    schedule = {
-        "all_reduce": all_reduce,
-        "all_gather": all_gather,
-    }[message.kind]
-    return schedule(message.size, places)
+        return exchange_with_servers(message.size, workers, setup)
+    schedule = {"all_reduce": all_reduce, "all_gather": all_gather}[message.kind]
+    return schedule(message.size, workers, setup)
 
 
 def _slowest(samples: Any, speeds: Array, steps: int) -> Array:

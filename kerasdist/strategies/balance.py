@@ -26,6 +26,7 @@ import numpy as np
 
 from kerasdist._keras.protocols import KerasHooks
 from kerasdist.strategies.data.chief_data import Passes
+from kerasdist.strategies.measure.communication import Slot
 from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options, check_choice
 from kerasdist.strategies.reduce.workers import WHOLE, Workers
@@ -126,7 +127,7 @@ class Balance:
         self._clock = clock
         clock.always = clock.asked = True
         workers.ops.waited = clock.awaited
-        self._before = clock.arrivals()
+        self._before = clock.sums()
         replicas = workers.job.replicas
         self._speeds = [0.0] * len(replicas)
         self._unmeasured = 0
@@ -137,9 +138,12 @@ class Balance:
 
     def end_epoch(self) -> None:
         """Divide the next batches by the speeds of this epoch; all workers call it."""
-        now = self._clock.arrivals()
-        steps, rows, measured, updates, seconds = np.subtract(now, self._before)
-        self._before = now
+        now = self._clock.sums()
+        sums, self._before = now - self._before, now
+        steps, rows, measured, updates = sums[: Slot.BEGIN]
+        # Where a call is several steps, only the first one's beginning is known.
+        begin = sums[Slot.READY if self._clock.several else Slot.BEGIN]
+        seconds = sums[Slot.GRADIENTS] - begin - sums[Slot.AWAITED]
         # Rows are of all steps, the time of those that were measured.
         is_measured = measured > 0 and updates == measured
         mine = [

@@ -22,7 +22,8 @@ from kerasdist.prediction.profile import (
     all_reduces_of,
     parse_link,
 )
-from kerasdist.prediction.simulation import Places, Setup, predict
+from kerasdist.prediction.simulation import Setup, predict
+from kerasdist.transport.framing import from_plain, to_object
 from pace import bound
 from workers import Workers
 
@@ -61,7 +62,7 @@ def played(size, ranks, arrivals):
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8, 13])
 @pytest.mark.parametrize("size", [4, 12_000, 60_000, 1_000_000, 9_000_001])
 def test_a_ring_takes_what_its_exchanges_take(ranks, size):
-    taken = simulation.all_reduce(size, Places(ranks, 1, LINK))
+    taken = simulation.all_reduce(size, ranks, Setup(link=LINK))
     assert max(played(size, ranks, [0.0] * ranks)) == pytest.approx(taken, rel=1e-3)
     # All wait for the last one.
     late = [0.0] * ranks
@@ -70,13 +71,13 @@ def test_a_ring_takes_what_its_exchanges_take(ranks, size):
 
 
 def test_a_gather_and_hosts_with_several_workers():
-    assert simulation.all_gather(1000, Places(5, 1, LINK)) == 4 * LINK.seconds(1000)
-    inside = simulation.all_reduce(10**6, Places(4, 4, LINK))
+    apart, full = (Setup(link=LINK, per_host=count) for count in (1, 4))
+    assert simulation.all_gather(1000, 5, apart) == 4 * LINK.seconds(1000)
+    inside = simulation.all_reduce(10**6, 4, full)
     assert inside == 2 * LOOPBACK.latency + 10**6 * LOOPBACK.byte
-    between = simulation.all_reduce(10**6, Places(3, 1, LINK))
-    both = simulation.all_reduce(10**6, Places(12, 4, LINK))
-    assert both == pytest.approx(2 * inside + between)
-    assert simulation.all_gather(8, Places(4, 4, LINK)) < 4 * LOOPBACK.latency
+    between = simulation.all_reduce(10**6, 3, apart)
+    assert simulation.all_reduce(10**6, 12, full) == pytest.approx(2 * inside + between)
+    assert simulation.all_gather(8, 4, full) < 4 * LOOPBACK.latency
 
 
 def profile(**given):
@@ -88,7 +89,7 @@ def profile(**given):
 def test_a_step_by_hand():
     """Half of the bytes are ready after 2/3 of computing, the others at its end."""
     found = predict(profile(update=0.02, input=0.01), Setup(link=LINK), 2)
-    each = simulation.all_reduce(500_000, Places(2, 1, LINK))
+    each = simulation.all_reduce(500_000, 2, Setup(link=LINK))
     assert each < 0.1  # so the first message and its update are hidden
     assert found.step_s == pytest.approx(0.3 + each + 0.01 + 0.01)
     assert found.efficiency == pytest.approx(0.33 / found.step_s)
@@ -110,7 +111,7 @@ def test_all_wait_for_the_slowest():
 
 def test_local_steps_average_weights_now_and_then():
     found = predict(profile(), Setup(link=LINK, local_steps=10), 4)
-    average = simulation.all_reduce(10**6, Places(4, 1, LINK))
+    average = simulation.all_reduce(10**6, 4, Setup(link=LINK))
     assert found.step_s == pytest.approx(0.3 + average / 10)
 
 
@@ -211,10 +212,10 @@ def test_other_names_are_refused(text):
 
 def test_profiles_are_json():
     given = profile(link=LINK, messages=(GradientMessage("all_gather", 5, 0.5),))
-    assert Profile.from_json(given.to_json()) == given
+    assert from_plain(to_object(given), Profile) == given
     for wrong in ({"rows": 1}, {"rows": 0.0, "compute": []}, [], {"rows": math.nan}):
         with pytest.raises((TypeError, ValueError)):
-            Profile.from_json(wrong)
+            from_plain(wrong, Profile)
     with pytest.raises(ValueError, match="Numbers must be positive"):
         predict(given, Setup(link=LINK, servers=0), 3)
 

@@ -1,9 +1,9 @@
-"""Totals of communication: sums of the spans of `transport.tracing`."""
+"""Sums over steps: of their times, and of the spans of `transport.tracing`."""
 
 from __future__ import annotations
 
-import dataclasses
 import enum
+import operator
 import threading
 import time
 from collections.abc import Iterable
@@ -40,18 +40,18 @@ def link_speed(communicator: Communicator) -> float | None:
         return None
     buffer = np.zeros(_BYTES // 4, np.float32)
     best = 0.0
-    sums = SpanSums(communicator)
     communicator.all_reduce([buffer])  # allocates buffers
     for _ in range(_TIMES):
         communicator.barrier()
-        sums.listen(True)
+        recorder = SpanSums(communicator)
+        recorder.listen(True)
         try:
             communicator.all_reduce([buffer])
         finally:
-            sums.listen(False)
-        work = sums.take()
-        if work.communicating:
-            best = max(best, work.sent / work.communicating)
+            recorder.listen(False)
+        sums = recorder.read()
+        if sums[Slot.COMMUNICATING]:
+            best = max(best, sums[Slot.SENT] / sums[Slot.COMMUNICATING])
     return float(communicator.all_reduce([np.float64(best)], "max")[0]) or None
 
 
@@ -61,10 +61,22 @@ def link_speed(communicator: Communicator) -> float | None:
 class Slot(enum.IntEnum):
     """The places of sums: counts of all steps, then those of the measured ones.
 
-    From `BEGIN` on they are times.
+    From `BEGIN` on they are times, and from `SENT` on sums of spans: bytes, seconds
+    until the first byte arrived, of all collectives and exchanges with servers, of
+    these exchanges, of packing, and of all parts of collectives but sending. The last
+    ones are seconds: inside of measured calls that are several steps each; of waiting
+    for data, and for other workers, that no graph's clock measures; of the latter in
+    measured calls; and in which passes waited for others.
     """
 
     STEPS, ROWS, MEASURED, UPDATES, BEGIN, READY, END, GRADIENTS, REDUCED = range(9)
+    SENT, LATE, COMMUNICATING, SERVERS, PACKING, PARTS = range(9, 15)
+    INSIDE, WAITED, MET, MET_MEASURED, AWAITED = range(15, 20)
+
+
+# Those that a graph adds to, and of these the times.
+_IN_GRAPHS = Slot.SENT
+_CLOCKS = range(Slot.BEGIN, Slot.SENT)
 
 
 # The number of a count's bits that are for samples.
@@ -79,7 +91,7 @@ class StepCounters:
     """
 
     def __init__(self, host: str) -> None:
-        self._totals = _tf.own_variable(np.zeros(len(Slot)), tf.float64, host)
+        self._totals = _tf.own_variable(np.zeros(_IN_GRAPHS), tf.float64, host)
         # For steps that are only counted: steps in the upper bits, samples in the lower
         # ones. As one number they cost one small operation in each step.
         self._counted = _tf.own_variable(0, tf.int64, host)
@@ -89,7 +101,7 @@ class StepCounters:
         self._eager = np.zeros(len(Slot))
 
     def read(self) -> Array:
-        """Return all sums, float64 of shape (9,), times in seconds; eagerly.
+        """Return all sums but those of spans, by `Slot`, times in seconds; eagerly.
 
         After more than 16 million steps or 10^12 samples between two calls the sums are
         wrong; the differences of later ones are right again.
@@ -99,7 +111,9 @@ class StepCounters:
         self._seen = now
         self._eager[Slot.STEPS] += new >> _BITS
         self._eager[Slot.ROWS] += new & ((1 << _BITS) - 1)
-        return np.asarray(self._totals.numpy()) + self._eager
+        sums = self._eager.copy()
+        sums[:_IN_GRAPHS] += self._totals.numpy()
+        return sums
 
     def count(self, rows: Any) -> None:
         """Count one step with its number of samples, in a graph, on the host; int64."""
@@ -107,16 +121,16 @@ class StepCounters:
 
     def add(self, values: dict[Slot, Any]) -> None:
         """Add to the sums, in a graph, on the host; times are those of `time_after`."""
-        parts, bases = [tf.constant(0, tf.float64)] * len(Slot), np.zeros(len(Slot))
+        parts, bases = [tf.constant(0, tf.float64)] * _IN_GRAPHS, np.zeros(_IN_GRAPHS)
         for slot, value in values.items():
             parts[slot] = tf.cast(value, tf.float64)
-            bases[slot] = self._base if slot >= Slot.BEGIN else 0.0
+            bases[slot] = self._base if slot in _CLOCKS else 0.0
         self._totals.assign_add(tf.stack(parts) - bases, read_value=False)
 
     def add_eagerly(self, values: dict[Slot, Any]) -> None:
         """Add to the sums; times are those of `time.time`."""
         for slot, value in values.items():
-            base = self._base if slot >= Slot.BEGIN else 0.0
+            base = self._base if slot in _CLOCKS else 0.0
             self._eager[slot] += float(value) - base
 
 
@@ -149,8 +163,7 @@ PHASES = ("input", "compute", "pack", "exchange", "update")
 PARTS = (*PHASES, "late", "sent", "communicating")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Sums over the steps of one worker.
 
     The phases follow each other: they add up to `seconds`. `steps`, `rows`, `seconds`
@@ -191,15 +204,11 @@ class StepTimes:
 
     def plus(self, other: StepTimes) -> StepTimes:
         """Return the sums of both; the rank is this one's."""
-        sums = {
-            name: value + getattr(other, name) for name, value in vars(self).items()
-        }
-        return StepTimes(**{**sums, "rank": self.rank})
+        return StepTimes(*map(operator.add, self, other))._replace(rank=self.rank)
 
     def scaled(self, by: float, names: Iterable[str] = PARTS) -> StepTimes:
         """Return them with some of the numbers multiplied."""
-        scaled = {name: by * getattr(self, name) for name in names}
-        return dataclasses.replace(self, **scaled)
+        return self._replace(**{name: by * getattr(self, name) for name in names})
 
 
 # Recorders of the spans of communication.
@@ -295,87 +304,48 @@ class SpanSums(SpanRecorder):
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
-        self._size = communicator.size
+        # The bytes that each rank sends per byte of a buffer in a ring.
+        self._ring = 2 * (communicator.size - 1) / communicator.size
         self._lock = threading.Lock()
-        self._now = Work(self._size)
+        # Those of `Slot`: attributes are faster than places.
+        self._sent = self._late = self._communicating = 0.0
+        self._servers = self._packing = self._parts = 0.0
+        # Of the collective that runs: bytes sent and packed, and whether any arrived.
+        self._sending = self._packed = 0
+        self._begun = False
+
+    def read(self) -> Array:
+        """Return all sums of spans, by `Slot`."""
+        sums = np.zeros(len(Slot))
+        with self._lock:
+            sums[Slot.SENT : Slot.INSIDE] = (
+                *(self._sent, self._late, self._communicating),
+                *(self._servers, self._packing, self._parts),
+            )
+        return sums
 
     def add(
         self, name: str, begin: int, end: int, size: int = 0, what: object = ""
     ) -> None:
         """See `transport.tracing.Recorder.add`."""
         del what
+        seconds = (end - begin) * _NANO
         with self._lock:
-            self._now.add(name, end - begin, size)
-
-    def take(self) -> Work:
-        """Return the work since the last call."""
-        with self._lock:
-            taken, self._now = self._now, Work(self._size)
-        return taken
-
-    def give_back(self, work: Work) -> None:
-        """Restore work that was taken; later work is dropped."""
-        with self._lock:
-            self._now = work
-
-
-class Work:
-    """Sums of spans.
-
-    Args:
-        size: Number of workers.
-
-    Attributes:
-        late: Seconds until the first byte arrived, over all collectives.
-        sent: Bytes sent to other processes, including those through memory.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.late = 0.0
-        self.sent = 0
-        # The bytes that each rank sends per byte of a buffer in a ring.
-        self._ring = 2 * (size - 1) / size
-        self._nanoseconds: dict[str, int] = {}
-        self._packed = self._sending = 0
-        self._begun = False
-
-    def add(self, name: str, duration: int, size: int) -> None:
-        """Add a span with its nanoseconds and bytes."""
-        total = self._nanoseconds
-        total[name] = total.get(name, 0) + duration
-        if name == "send":
-            self._sending += size
-        elif name == "pack":
-            self._packed += size
-        elif name == "wait":
-            if not self._begun:
-                self.late += duration * _NANO
-            self._begun = True
-        elif name not in NAMES:
-            self._begun = False
-            # Within a host nothing is sent: the others read the packed bytes. And of
-            # TensorFlow's own collectives only the size is known.
-            self.sent += self._sending or self._packed or int(self._ring * size)
-            self._sending = self._packed = 0
-
-    def seconds(self, name: str) -> float:
-        """Return the seconds of all spans of this name."""
-        return self._nanoseconds.get(name, 0) * _NANO
-
-    def share(self, name: str) -> float:
-        """Return the part of all collectives' time that has this name, 0 to 1.
-
-        Sending runs in parallel to the others.
-        """
-        parts = {part: self.seconds(part) for part in NAMES if part != "send"}
-        total = sum(parts.values())
-        return parts[name] / total if total else 0.0
-
-    @property
-    def communicating(self) -> float:
-        """Return the seconds of all collectives and exchanges with servers."""
-        return sum(
-            value * _NANO
-            for name, value in self._nanoseconds.items()
-            if name not in NAMES
-        )
+            if name not in NAMES:
+                self._communicating += seconds
+                self._servers += seconds * (name == "push_pull")
+                # Within a host nothing is sent: the others read the packed bytes. And
+                # of TensorFlow's own collectives only the size is known.
+                self._sent += self._sending or self._packed or int(self._ring * size)
+                self._sending = self._packed = 0
+                self._begun = False
+            elif name == "send":  # in parallel to the others
+                self._sending += size
+            else:
+                self._parts += seconds
+                if name == "pack":
+                    self._packed += size
+                    self._packing += seconds
+                elif name == "wait":
+                    self._late += seconds * (not self._begun)
+                    self._begun = True

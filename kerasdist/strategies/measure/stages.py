@@ -121,35 +121,15 @@ COMPUTE = "compute"
 _QUESTIONS = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageTimes:
-    """Sums over the steps that were measured.
+def idle_parts(sums: Sequence[float], step_seconds: float) -> tuple[float, ...]:
+    """Return for each stage the share of a step in which it was idle, 0 to 1.
 
-    Attributes:
-        steps: Number of steps.
-        busy: For each stage the seconds in which it was busy.
+    Args:
+        sums: See `StageClock.take`.
+        step_seconds: Seconds of a step in all.
     """
-
-    steps: float
-    busy: tuple[float, ...]
-
-    def plus(self, other: StageTimes) -> StageTimes:
-        """Return the sums of both."""
-        busy = zip(self.busy, other.busy, strict=True)
-        return StageTimes(
-            steps=self.steps + other.steps, busy=tuple(one + two for one, two in busy)
-        )
-
-    def idle(self, step_seconds: float) -> tuple[float, ...]:
-        """Return for each stage the share of a step in which it was idle, 0 to 1.
-
-        Args:
-            step_seconds: Seconds of a step in all.
-        """
-        if not self.steps or not step_seconds:
-            return ()
-        whole = self.steps * step_seconds
-        return tuple(max(0.0, 1.0 - busy / whole) for busy in self.busy)
+    whole = sums[0] * step_seconds if sums else 0.0
+    return tuple(max(0.0, 1.0 - busy / whole) for busy in sums[1:]) if whole else ()
 
 
 class _Visit(NamedTuple):
@@ -201,10 +181,14 @@ class StageClock:
     Args:
         devices: Full names of the stages' devices.
         host: The device in whose memory the sums are.
+
+    Attributes:
+        can_look: Whether the times of single visits can be determined.
     """
 
     def __init__(self, devices: Sequence[str], host: str) -> None:
         self._devices = tuple(devices)
+        self.can_look = graph_clocks.can_be_marked(devices)
         self._host = host
         self._graphs: list[_Graph] = []
         self._ahead: dict[str, float] = {}
@@ -221,7 +205,7 @@ class StageClock:
             first: How many operations it had before the step.
             parts: Operations at which micro-batches begin.
         """
-        if not graph_clocks.can_be_marked(self._devices):
+        if not self.can_look:
             return
         found = graph_clocks.mark_visits(graph, first, parts, self._devices)
         if not found:
@@ -263,11 +247,6 @@ class StageClock:
             totals.assign_add(tf.stack([(1.0 - others) * sums, others * sums]))
         return _Graph(visits, totals, *np.zeros((2, count)))
 
-    @property
-    def can_look(self) -> bool:
-        """Return whether the times of single visits can be determined."""
-        return graph_clocks.can_be_marked(self._devices)
-
     def align(self) -> int:
         """Determine by how much other machines' clocks are ahead of this one's.
 
@@ -297,8 +276,6 @@ class StageClock:
         other machines `align` must have been called. Times are those of `now`.
         """
         found: list[Span] = []
-        if not self.can_look:
-            return found
         ahead = now() - time.time_ns()
         for graph in self._graphs:
             totals = np.asarray(graph.totals.numpy()).sum(0)
@@ -315,20 +292,24 @@ class StageClock:
                 found.append(Span(visit.name, begin, end, thread=visit.stage))
         return found
 
-    def take(self) -> StageTimes:
-        """Return the times of the stages since the last call; eagerly."""
-        total = StageTimes(steps=0.0, busy=(0.0,) * len(self._devices))
+    def take(self) -> list[float]:
+        """Return sums since the last call; eagerly.
+
+        Returns:
+            The number of steps that were measured, and for each stage the seconds in
+            which it was busy.
+        """
+        total = np.zeros(1 + len(self._devices))
         for graph in self._graphs:
             totals = np.asarray(graph.totals.numpy())[1]
             sums, graph.before = totals - graph.before, totals
             if not sums[_STEPS]:
                 continue
-            busy = tuple(
-                union_length([v.times(sums) for v in graph.visits if v.stage == stage])
-                for stage in range(len(self._devices))
-            )
-            total = total.plus(StageTimes(steps=float(sums[_STEPS]), busy=busy))
-        return total
+            total[0] += sums[_STEPS]
+            for stage in range(len(self._devices)):
+                visits = [v.times(sums) for v in graph.visits if v.stage == stage]
+                total[1 + stage] += union_length(visits)
+        return total.tolist()
 
 
 def _earliest(times: Any, limits: Sequence[tuple[Any, ...]]) -> Any:

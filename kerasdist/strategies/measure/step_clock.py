@@ -30,7 +30,6 @@ when gradients are sent.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import random
 import time
@@ -45,41 +44,38 @@ from kerasdist.collectives import Communicator
 from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.data.batch_split import rows_of, split_part
 from kerasdist.strategies.measure import communication
-from kerasdist.strategies.measure.communication import Slot, SpanSums, StepTimes, Work
+from kerasdist.strategies.measure.communication import Slot, SpanSums, StepTimes
 
 # The parts of one step, from its clocks and the communicator's spans.
 
 
-def parts_of_a_step(
-    sums: Array, spans: Work, *, inside: float | None, met: float, in_turn: bool
-) -> StepTimes:
+def parts_of_a_step(sums: Array, *, several: bool, in_turn: bool) -> StepTimes:
     """Return the times and bytes of one step, on average.
 
     Args:
         sums: The sums of the measured steps; at least one step.
-        spans: The communication in them.
-        inside: Seconds inside of their calls, if those are several steps each.
-        met: Seconds in them of waiting for other workers before a step began.
+        several: Whether their calls are several steps each.
         in_turn: Whether waiting is for other workers, and not for servers at work.
     """
     steps = sums[Slot.MEASURED]
-    begin, ready, end, gradients, reduced = map(float, sums[Slot.BEGIN :])
+    begin, ready, end, gradients, reduced = sums[Slot.BEGIN : Slot.SENT]
     running, exchange = end - ready, max(reduced - gradients, 0.0)
     # Where the next batch is fetched within an execution, the fetch's end counts.
-    waiting = (ready - begin if inside is None else inside - running) - met
+    waiting = sums[Slot.INSIDE] - running if several else ready - begin
+    waiting -= sums[Slot.MET_MEASURED]
     if sums[Slot.UPDATES] == steps:
         compute, update = gradients - ready, end - reduced
     else:
         # With several optimizers in one step, or none, the rest can't be divided.
         compute, update = running - exchange, 0.0
-    servers = min(spans.seconds("push_pull"), update or running)
+    servers = min(sums[Slot.SERVERS], update or running)
     if update:
         update -= servers
     else:
         compute -= servers
     exchange += servers
-    packing = spans.share("pack") * exchange
-    late = min(spans.late, exchange - packing) if in_turn else 0.0
+    packing = sums[Slot.PACKING] / (sums[Slot.PARTS] or 1.0) * exchange
+    late = min(sums[Slot.LATE], exchange - packing) if in_turn else 0.0
     found = {
         "input": max(waiting, 0.0),
         "compute": max(compute, 0.0),
@@ -87,8 +83,8 @@ def parts_of_a_step(
         "exchange": exchange - packing,
         "update": max(update, 0.0),
         "late": late,
-        "sent": spans.sent,
-        "communicating": spans.communicating,
+        "sent": sums[Slot.SENT],
+        "communicating": sums[Slot.COMMUNICATING],
     }
     means: dict[str, Any] = {
         name: float(value / steps) for name, value in found.items()
@@ -201,6 +197,7 @@ class StepClock:
             is stopped.
         always: Whether each call is `asked` for.
         timed: Whether the current call is measured.
+        several: Whether measured calls are several steps each.
         marks: See `StepTimer`.
         lost: Seconds of steps that were begun again, since the clock was made.
         batch: The specification of a replica's batch; None before a step was traced.
@@ -233,19 +230,15 @@ class StepClock:
         # Those of calls that don't count.
         self._left_out = np.zeros(len(Slot))
         self._is_eager = False
-        # The state before a call that traces, and before one that warms up.
-        self._traced: tuple[Array, Work] | None = None
-        self._kept: tuple[Array, Work] | None = None
+        # The sums before a call that traces or warms up, and the first of them that it
+        # doesn't count in.
+        self._excluded: tuple[Array, int] | None = None
         self._entered = self._left = self._since = 0.0
-        # Seconds inside of measured calls, and whether they are several steps each.
-        self._inside, self._several = 0.0, False
-        # Seconds of waiting for data, the same at the end of the last step, and seconds
-        # of waiting for other workers that no graph's clock measures.
-        self._waited = self._waited_before = self._met = 0.0
-        # Seconds in which passes waited for others, and those of this call.
-        self._awaited = self._call_awaited = 0.0
-        # The same for this call; and for all measured calls the waiting for others.
-        self._call_waited = self._call_met = self._met_measured = 0.0
+        self.several = False
+        # Seconds of waiting for data since the last step.
+        self._pending = 0.0
+        # In this call, of waiting for data and for other workers.
+        self._call_waited = self._call_met = 0.0
         self._sampling = Sampling()
         # Of one step, as last measured.
         self._usual = StepTimes()
@@ -264,8 +257,9 @@ class StepClock:
         self.running = True
         self._sampling = Sampling()
         self._usual = StepTimes()
-        self._forget()
-        self._started = self._before.copy()
+        self._started = self._before = self.sums()
+        self._left = self._since = time.time()
+        self._pending = 0.0
 
     def stop(self) -> None:
         """Stop measuring."""
@@ -278,7 +272,7 @@ class StepClock:
         gap = time.time() - self._left
         self._since += gap
         self._left += gap
-        self._waited = self._waited_before
+        self._pending = 0.0
 
     def measure(self, seconds: float) -> None:
         """Set how many calls are measured from here on, for calls of this duration.
@@ -291,7 +285,7 @@ class StepClock:
     @property
     def rows_per_step(self) -> float:
         """Return this worker's samples per step; 0.0 if no step was measured."""
-        sums = self._sums()
+        sums = self.sums()
         # All of the window's steps may have been left out.
         for found in (sums - self._before, sums - self._started):
             if found[Slot.STEPS]:
@@ -301,26 +295,8 @@ class StepClock:
     @property
     def seconds_per_step(self) -> float:
         """Return the seconds of a step since the last `take`; 0 if there was none."""
-        steps = float((self._sums() - self._before)[Slot.STEPS])
+        steps = float((self.sums() - self._before)[Slot.STEPS])
         return max(self._left - self._since, 0.0) / steps if steps else 0.0
-
-    def arrivals(self) -> tuple[float, ...]:
-        """Return sums since the clock was made, whose differences count.
-
-        Returns:
-            The steps; their rows; the measured steps; their updates; and their seconds
-            until this worker had its gradients, without those of `awaited`.
-        """
-        sums = self._sums()
-        # Where a call is several steps, only the first one's beginning is known.
-        begin = Slot.READY if self._several else Slot.BEGIN
-        return (
-            float(sums[Slot.STEPS]),
-            float(sums[Slot.ROWS]),
-            float(sums[Slot.MEASURED]),
-            float(sums[Slot.UPDATES]),
-            float(sums[Slot.GRADIENTS] - sums[begin]) - self._awaited,
-        )
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -328,65 +304,51 @@ class StepClock:
         running, asked = self.running, self.asked
         self.running = self.asked = False
         self._spans.listen(False)
-        sums = self._summed.read()
+        sums = self.sums()
         try:
             yield
         finally:
             # Graphs count even if the clock is stopped.
-            self._left_out += self._summed.read() - sums
+            self._leave_out(sums)
             self.running, self.asked = running, asked
             self.begin_epoch()
 
     def take(self) -> StepTimes:
         """Return the times of the steps since the last call; eagerly."""
         # 1. The window's sums, and from them the parts of one measured step.
-        now = self._sums()
+        now = self.sums()
         sums = now - self._before
         steps, seconds = float(sums[Slot.STEPS]), max(self._left - self._since, 0.0)
         if sums[Slot.MEASURED]:
             self._usual = parts_of_a_step(
-                sums,
-                self._spans.take(),
-                inside=self._inside if self._several else None,
-                met=self._met_measured,
-                in_turn=self._in_turn,
+                sums, several=self.several, in_turn=self._in_turn
             )
+        waited, met = float(sums[Slot.WAITED]), float(sums[Slot.MET])
         # 2. Extrapolate to all steps of the window; without a measured step these steps
         # count like those of the last window.
         times = self._usual.scaled(steps)
-        times = dataclasses.replace(
-            times,
+        times = times._replace(
             rank=self.rank,
             steps=steps,
             rows=float(sums[Slot.ROWS]),
             seconds=seconds,
             # Values that are known for all calls aren't extrapolated from some.
-            input=times.input + self._waited_before,
-            exchange=times.exchange + self._met,
-            late=times.late + self._met,
+            input=times.input + waited,
+            exchange=times.exchange + met,
+            late=times.late + met,
         )
         # 3. Scale to the window's time: measured steps may have been the longer ones.
         whole = sum(getattr(times, name) for name in communication.PHASES)
         if whole > seconds:
             times = times.scaled(seconds / whole, (*communication.PHASES, "late"))
-        times = dataclasses.replace(times, outside=max(seconds - whole, 0.0))
-        self._forget(now)
+        times = times._replace(outside=max(seconds - whole, 0.0))
+        # Waiting since the end of the last step is a part of the next one.
+        self._before, self._since = now, self._left
         return times
 
-    def _sums(self) -> Array:
-        return self._summed.read() - self._left_out
-
-    def _forget(self, now: Array | None = None) -> None:
-        """Begin a window with the next step."""
-        self._before = self._sums() if now is None else now
-        if now is None:
-            self._left = time.time()
-        self._spans.take()
-        self._since = self._left
-        # Waiting since the end of the last step is a part of the next one.
-        self._waited = 0.0 if now is None else self._waited - self._waited_before
-        self._inside = self._waited_before = 0.0
-        self._met = self._met_measured = 0.0
+    def sums(self) -> Array:
+        """Return sums by `Slot`, whose differences count."""
+        return self._summed.read() + self._spans.read() - self._left_out
 
     # For the train function.
 
@@ -404,9 +366,8 @@ class StepClock:
         self.asked = self.always
         if self.timed:
             if self._sampling.warming and not always:
-                self._kept = self._summed.read(), self._spans.take()
+                self._excluded = self.sums(), Slot.MEASURED
             self._spans.listen(True)
-            self._call_awaited = 0.0
             self._entered = time.time()
         return self.timed
 
@@ -424,55 +385,49 @@ class StepClock:
         waited, met, eager = self._call_waited, self._call_met, self._is_eager
         self._call_waited = self._call_met = 0.0
         self._noted = self._is_eager = False
-        if self.timed:
-            self._spans.listen(False)
         timed, self.timed = self.timed, False
-        if self._traced is not None:
-            self._leave_out(self._kept or self._traced)
-            self._traced = self._kept = None
-            self._since += left - self._left
-            self._waited = self._waited_before
-            return
-        self._met += met
-        if eager:
-            self._waited += waited  # before its step began
-        self._waited_before = self._waited
-        if not timed:
-            return
-        if self._kept is not None:
-            self._leave_out(self._kept, Slot.MEASURED)
-            self._kept = None
-            return
-        self._awaited += self._call_awaited
-        if not eager:
+        if timed:
+            self._spans.listen(False)
+        excluded, self._excluded = self._excluded, None
+        pending, self._pending = self._pending, 0.0
+        if excluded is not None:
+            self._leave_out(*excluded)
+            if not excluded[1]:
+                self._since += left - self._left
+                return
+        # A graph's clock measures the waiting in a call itself.
+        pending += waited if eager else 0.0
+        found: dict[Slot, float] = {Slot.WAITED: pending, Slot.MET: met}
+        if timed and excluded is None:
             # The graph's clock counts it as input, like all before the step.
-            self._met_measured += met
-        self._several = executions > 1
-        if self._several:
-            self._inside += left - self._entered
-        elif executions and not eager:
-            # A graph with one thread would read the clock too late.
-            self._summed.add_eagerly({Slot.BEGIN: self._entered})
+            found[Slot.MET_MEASURED] = 0.0 if eager else met
+            self.several = executions > 1
+            if self.several:
+                found[Slot.INSIDE] = left - self._entered
+            elif executions and not eager:
+                # A graph with one thread would read the clock too late.
+                found[Slot.BEGIN] = self._entered
+        self._summed.add_eagerly(found)
 
-    def _leave_out(self, before: tuple[Array, Work], first: int = 0) -> None:
-        """Remove this call's contribution to the sums, from index `first` on."""
-        sums, spans = before
-        self._left_out[first:] += (self._summed.read() - sums)[first:]
-        self._spans.give_back(spans)
+    def _leave_out(self, before: Array, first: int = 0) -> None:
+        """Remove what was added to the sums since then, from index `first` on."""
+        self._left_out[first:] += (self.sums() - before)[first:]
 
     def _note_trace(self) -> None:
         """Keep the state before a graph that is being traced runs."""
-        if self._in_call and self._traced is None:
-            self._noted = True
-            with tf.init_scope():
-                self._traced = self._summed.read(), self._spans.take()
+        if not self._in_call or (self._excluded and not self._excluded[1]):
+            return
+        self._noted = True
+        with tf.init_scope():
+            sums = self._excluded[0] if self._excluded else self.sums()
+            self._excluded = sums, 0
 
     def waited(
         self, seconds: float, *, others: bool = False, between: bool = False
     ) -> None:
         """See `StepTimer.waited`."""
         if between:
-            self._waited += seconds
+            self._pending += seconds
         elif self._in_call and others:
             self._call_met += seconds
         elif self._in_call:
@@ -483,7 +438,8 @@ class StepClock:
 
     def awaited(self, seconds: float) -> None:
         """Count seconds in which a forward or backward pass waited for others."""
-        self._call_awaited += seconds
+        if self.timed:
+            self._summed.add_eagerly({Slot.AWAITED: seconds})
 
     def repeated(self, seconds: float) -> None:
         """See `StepTimer.repeated`."""

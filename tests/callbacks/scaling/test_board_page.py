@@ -94,7 +94,7 @@ def write(folder):
         assert figures is not None
         numbers = summaries.scalars(figures, 0.1 - step / 4000)
         texts = {"events": "- rank 3 was lost"} if step == 100 else {}
-        written.write(step, numbers, texts, {summaries.STALENESS: figures.staleness})
+        written.write(step, numbers, texts, figures.staleness)
     figures = combine(window, link=1.1e9, baseline=2000.0)
     assert figures is not None
     verdict = judge(figures)

@@ -10,7 +10,7 @@ from scripts import with_prelude
 import kerasdist
 from groups import Group
 from kerasdist.callbacks import Timeline
-from kerasdist.callbacks.timeline import Execution, Record, processes, trace
+from kerasdist.callbacks.timeline import Record, processes, trace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset, clock_offset
 from kerasdist.transport.tracing import NAMES, now
@@ -111,7 +111,8 @@ def test_the_parts_of_an_execution():
         Span(s.name, s.begin * 1000, s.end * 1000, s.size, s.what, 7, s.step)
         for s in spans
     ]
-    record = Record(1, "b", [Offset(0, 5000, 10)], [Execution(4, 2, 0, 100_000)], spans)
+    ran = [Span("steps 4 to 5", 0, 100_000)]
+    record = Record(1, "b", [Offset(0, 5000, 10)], ran, spans)
     found = trace([record])
     assert found["otherData"]["clock_error_us"] == {"1": 0.01}
     events = [e for e in found["traceEvents"] if e["ph"] == "X"]
@@ -141,7 +142,7 @@ def test_stages_do_one_thing_at_a_time():
         # A stage without micro-batches.
         Span("compute", 1_000, 2_000, thread=2),
     ]
-    ran = [Execution(0, 1, 0, 200_000)]
+    ran = [Span("step 0", 0, 200_000)]
     found = trace([Record(0, "a", [Offset(0, 0, 0)], ran, stages=stages)])
     events = [e for e in found["traceEvents"] if e.get("cat") == "stage"]
     nested(events)
@@ -161,8 +162,8 @@ def test_stages_do_one_thing_at_a_time():
 def test_two_ranks_have_one_clock():
     # Rank 1 is 1 ms ahead, and 2 ms when 100 ms have passed.
     ahead = [Offset(0, 1_000_000, 5), Offset(100_000_000, 2_000_000, 7)]
-    one = Record(1, "b", ahead, [Execution(0, 1, 51_500_000, 61_500_000)])
-    zero = Record(0, "a", [Offset(0, 0, 0)], [Execution(0, 1, 49_900_000, 60_000_000)])
+    one = Record(1, "b", ahead, [Span("step 0", 51_500_000, 61_500_000)])
+    zero = Record(0, "a", [Offset(0, 0, 0)], [Span("step 0", 49_900_000, 60_000_000)])
     events = [e for e in trace([zero, one])["traceEvents"] if e["name"] == "step 0"]
     assert [e["ts"] for e in events] == [0.0, pytest.approx(85.0)]
     # They are sorted by their titles, as Perfetto does.

@@ -11,7 +11,7 @@ import json
 import pytest
 
 from browser import chromium, need, need_browser, served
-from kerasdist.callbacks.timeline import Execution, Record, processes, trace
+from kerasdist.callbacks.timeline import Record, processes, trace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
 from places import ROOT
@@ -33,7 +33,7 @@ def records():
         Span("backward 0", 20_000, 30_000),
         Span("forward 0", 15_000, 20_000, thread=1),
     ]
-    done = [[Execution(0, 1, 5 * rank, 40_000)] for rank in range(12)]
+    done = [[Span("step 0", 5 * rank, 40_000)] for rank in range(12)]
     return [
         Record(rank, "a:1", [Offset(0, 0, 9)], done[rank], spans, stages=stages)
         for rank in range(12)

@@ -1,6 +1,6 @@
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from kerasdist.callbacks.timeline import Execution, Record, processes, xspace
+from kerasdist.callbacks.timeline import Record, processes, xspace
 from kerasdist.strategies.measure.communication import Span
 from kerasdist.strategies.measure.stages import Offset
 
@@ -11,11 +11,9 @@ def test_every_span_is_there():
         Span("pack", 21_000, 23_000, 400, thread=7, step=1),
         Span("send", 24_000, 29_000, 200, thread=7, step=1),
     ]
-    done = [Execution(4, 1, 100, 40_000)]
-    records = [
-        Record(rank, "a:1", [Offset(0, 50 * rank, 10)], done, spans)
-        for rank in range(2)
-    ]
+    done = [Span("step 4", 100, 40_000)]
+    ahead = [[Offset(0, 50 * rank, 10)] for rank in range(2)]
+    records = [Record(r, "a:1", each, done, spans) for r, each in enumerate(ahead)]
     space = xplane_pb2.XSpace.FromString(xspace(records))
     assert [plane.name for plane in space.planes] == [
         "/device:CUSTOM:rank 0 (a:1)",
@@ -38,10 +36,10 @@ def test_every_span_is_there():
                 end = begin + event.duration_ps // 1000
                 found.append((name, begin, end, stats))
             expected = []
-            for begin, end, span in lane.spans:
+            for span in lane.spans:
                 stats = {"bytes": span.size, "what": span.what}
                 given = {name: value for name, value in stats.items() if value}
-                expected.append((span.name, begin, end, given))
+                expected.append((span.name, span.begin, span.end, given))
             assert found == expected
         # Numbers of names begin with 1: a number of 0 isn't kept in the file.
         assert 0 not in plane.event_metadata
