@@ -257,7 +257,7 @@ def retry(
     address: str,
     stop: threading.Event,
     who: str = "Rank",
-    connected: Callable[[], Sight | None] | None = None,
+    connected: threading.Event | None = None,
 ) -> _Result:
     """Try until it works or the deadline passes: machines start minutes apart.
 
@@ -268,8 +268,9 @@ def retry(
         address: The peer's address.
         stop: When this is set, give up.
         who: The kind of peer, for messages: "Rank" or "Server".
-        connected: Returns what the attempt waits for when it has connected, for log
-            lines; None before. Without it an attempt ends when it has connected.
+        connected: Set while the attempt waits for the peer's answer, which needs the
+            other workers, see `register`. Without it an attempt ends when it has
+            connected.
 
     Raises:
         StartupError: It didn't work by the deadline; `missing` has the index.
@@ -277,10 +278,13 @@ def retry(
         Aborted: `stop` was set.
     """
     number = 0
+    peer = f"{who.lower()} {index}"
 
     def look() -> Sight:
-        found = None if connected is None else connected()
-        return found or Sight([Absent(f"{who.lower()} {index}", address)])
+        if connected is None or not connected.is_set():
+            return Sight([Absent(peer, address)])
+        why = f"{peer} waits for them, see its output"
+        return Sight([Absent("other workers", "", why)], here=peer)
 
     with contextlib.ExitStack() as undo:
         # Most attempts succeed at once.
