@@ -457,7 +457,8 @@ def _listen(address: str) -> list[socket.socket]:
         return listen_at(address)[0]
     except OSError as error:
         raise AddressInUseError(
-            f"This worker can't listen at its address {address}: {error.strerror}. "
+            f"This worker can't listen at its address {address}: "
+            f"{os.strerror(error.errno or 0)}. "
             f"Received: {address!r} as this task's entry of the cluster. Is another "
             "job or an earlier process of this one still running there? End it "
             f"(`ss -ltnp 'sport = :{port}'` shows it) or choose another port."
