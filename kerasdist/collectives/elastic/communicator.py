@@ -125,9 +125,10 @@ class ElasticCommunicator(ForwardingCommunicator):
         peers: The workers of the job by the ids of members, with their names.
         patience: Seconds that a change of membership may take.
         hosts: The members that are to admit this worker; none if it is one already.
+        is_fixed: See below; then there's no membership.
 
     Attributes:
-        membership: The agreement; set before the first collective.
+        membership: The agreement; set before the first collective, unless `is_fixed`.
         lines: The facts for processes that want to join; set likewise.
         is_fixed: Whether there is one worker, and never another.
         epoch: The number of the present membership, which grows with each change.
@@ -141,7 +142,6 @@ class ElasticCommunicator(ForwardingCommunicator):
         replicas: Each member's number of replicas, by rank.
     """
 
-    is_fixed = False
     membership: MembershipService
     lines: PeerMessenger
 
@@ -151,7 +151,10 @@ class ElasticCommunicator(ForwardingCommunicator):
         peers: dict[int, Peer],
         patience: float,
         hosts: tuple[Member, ...] = (),
+        *,
+        is_fixed: bool = False,
     ) -> None:
+        self.is_fixed = is_fixed
         self._names = peers
         self._hosts = hosts
         self.joining = bool(hosts)
@@ -174,7 +177,7 @@ class ElasticCommunicator(ForwardingCommunicator):
         self._section: int | None = None
         self._ended = False
         self._recorders: list[Recorder] = []
-        self._step = 0
+        self._step = group.communicator.step
         self._inner: Communicator | None = None
         self.replicas: tuple[int, ...] = ()
         self._adopt(group)
@@ -270,12 +273,16 @@ class ElasticCommunicator(ForwardingCommunicator):
 
         All members call it alike.
         """
+        if self.is_fixed:
+            return False, self.wants_to_leave()
         flags = np.array([self.membership.waiting, self.wants_to_leave()], np.int64)
         joining, leaving = self.all_reduce([flags], "max")[0]
         return bool(joining), bool(leaving)
 
     def publish(self, name: str, value: Any) -> None:
         """Give a fact, as JSON, to processes that ask; all members have the same."""
+        if self.is_fixed:
+            return
         # Another thread may be reading the facts.
         self.lines.facts = {**self.lines.facts, name: value}
 
