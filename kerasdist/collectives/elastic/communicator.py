@@ -311,7 +311,15 @@ class ElasticCommunicator(ForwardingCommunicator):
         Returns:
             Whether there are members now without the job's state: newcomers.
         """
-        self._await_change(self.epoch, time.monotonic() + _ADMIT_SECONDS)
+        epoch, deadline = self.epoch, time.monotonic() + _ADMIT_SECONDS
+
+        def pending() -> bool:
+            # In the collective in which the change came, this was found before it: a
+            # member may still admit others, whose change would come later.
+            admits = self.epoch == epoch and time.monotonic() < deadline
+            return self.membership.admit(admits) or admits
+
+        self.await_changes(pending)
         return self._agree_on_newcomers()
 
     def join(self, seconds: float | None = None) -> None:
@@ -329,7 +337,7 @@ class ElasticCommunicator(ForwardingCommunicator):
         self.await_group(after=NO_EPOCH, seconds=seconds or _JOIN_SECONDS)
         self.joining = False
         self.is_newcomer = True
-        self._await_change(NO_EPOCH, 0.0)
+        self.await_changes(lambda: self.membership.admit(False))
         self._agree_on_newcomers()
 
     def finish_joining(self) -> None:
@@ -356,20 +364,18 @@ class ElasticCommunicator(ForwardingCommunicator):
         self._stateless = {int(rank) for ((rank, flag),) in found if flag}
         return bool(self._stateless)
 
-    def _await_change(self, epoch: int, deadline: float) -> None:
-        """Wait for a change after `epoch`, and for all that are planned by then.
+    def await_changes(self, pending: Callable[[], bool | None]) -> None:
+        """Wait until no member knows of a change that is still to come.
 
         There are collectives meanwhile, as a change is planned for after one of them;
         newcomers take part from the first one of their epoch on.
+
+        Args:
+            pending: Returns whether one is, as this member knows; None: it waits no
+                longer itself, and the others will notice its loss.
         """
-        while True:
-            admits = self.epoch == epoch and time.monotonic() < deadline
-            pending = self.membership.admit(admits)
-            flags = np.array([admits, pending], np.int64)
-            admits, pending = self.all_reduce([flags], "max")[0]
-            # In the collective in which the change came, flags were those of before it:
-            # a member may still admit others, whose change would come later.
-            if not pending and not admits:
+        while (mine := pending()) is not None:
+            if not self.all_reduce([np.array([mine], np.int64)], "max")[0][0]:
                 return
             time.sleep(_POLL_SECONDS)
 
