@@ -19,7 +19,6 @@ from kerasdist.collectives import Communicator
 
 if TYPE_CHECKING:  # elastic jobs alone spend the time that these imports take
     from kerasdist.collectives.elastic.communicator import ElasticCommunicator
-    from kerasdist.collectives.elastic.connect import MembershipAlone
 
 
 class StepTimer(Protocol):
@@ -245,7 +244,7 @@ class LocalHooks(Protocol):
 #
 # `WorkerHooks` has the present workers' ranks and replicas at any time. Collectives
 # outside of sections are repeated by themselves after a change.
-ElasticHooks: TypeAlias = "ElasticCommunicator | MembershipAlone"
+ElasticHooks: TypeAlias = "ElasticCommunicator"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

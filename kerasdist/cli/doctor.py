@@ -395,7 +395,7 @@ def own_port(cluster: Cluster, environ: Mapping[str, str]) -> Iterator[list[Find
             )
     except OSError as error:
         finding = _fault(
-            f"this task can't listen at {address}: {error.strerror}",
+            f"this task can't listen at {address}: {os.strerror(error.errno or 0)}",
             _IF_NOT_LISTENING.get(error.errno or 0)
             or f"end the process that does (`ss -ltnp 'sport = :{port}'` shows it; it "
             "may be the job itself), or choose another port",

@@ -12,10 +12,9 @@ import contextlib
 import dataclasses
 import functools
 import os
-import queue
 import secrets
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
 from kerasdist import errors
@@ -32,7 +31,7 @@ from kerasdist.parameter_server.client.connect_servers import (
 from kerasdist.parameter_server.layout import ServerSettings
 from kerasdist.parameter_server.server.registration import session_name
 from kerasdist.transport.base import Aborted, Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, in_daemon
 from kerasdist.transport.framing import Count
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import (
@@ -133,10 +132,6 @@ _SILENT = (OSError, EOFError)
 _OTHERS = (errors.AuthenticationError, errors.ProtocolError)
 
 
-# A server, its answer or why there is none, and whether that is final.
-_Answer = tuple[int, EpochServers | Exception, bool]
-
-
 def _is_dead(error: BaseException | None) -> bool:
     return isinstance(error, ConnectionRefusedError)
 
@@ -197,23 +192,22 @@ class Search:
             Refused: The epoch isn't the present one, or the settings are others.
             Aborted: `stop` was set.
         """
-        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        done = Cancellation()
         servers = range(len(self.link.servers))
-        for server in servers:
-            daemon("kerasdist-epoch", self._ask_one, server, answers, done).start()
+        done = Cancellation()
+        asked = {self._ask_at(server, done, 0.0): server for server in servers}
         unreachable: dict[int, BaseException | None] = {}
         try:
             while not (self.stop.is_set() or self.deadline.expired):
-                try:
-                    server, found, is_final = answers.get(timeout=_AGAIN_SECONDS)
-                except queue.Empty:
-                    continue
-                if isinstance(found, EpochServers):
-                    return found
-                if is_final:
-                    raise found
-                unreachable[server] = found
+                answered, _ = wait(asked, _AGAIN_SECONDS, FIRST_COMPLETED)
+                for each in answered:
+                    server, error = asked.pop(each), each.exception()
+                    if error is None:
+                        return each.result()
+                    if self._is_final(error):
+                        raise error
+                    if not isinstance(error, Refused):
+                        unreachable[server] = error
+                    asked[self._ask_at(server, done, _AGAIN_SECONDS)] = server
                 # Whether something listens at any server's address.
                 dead = sum(map(_is_dead, unreachable.values())) == len(servers)
                 if dead and not self.first:
@@ -314,34 +308,28 @@ class Search:
 
     # Of the other members.
 
-    def _ask_one(
-        self, server: int, answers: queue.SimpleQueue[_Answer], done: Cancellation
-    ) -> None:
-        """Ask one server until it answers."""
-        while not (done.is_set() or self.deadline.expired):
-            found: Exception | None = None
-            is_final = False
-            try:
-                question = self._question("ask")
-                connection, answer = self._open(server, question, self.deadline, done)
-                connection.close()
-                layout = (answer.layout or EpochServers((), "")).check(
-                    len(self.link.servers)
-                )
-                answers.put((server, layout, True))
-                return
-            except _SILENT as error:
-                found = error
-            except _OTHERS as error:
-                found, is_final = error, self.epoch == 0
-            except Refused as error:
-                is_final = self.epoch > 0 or error.refusal.final
-                found = error if is_final else None
-            if found is not None:
-                answers.put((server, found, is_final))
-            if is_final:
-                return
-            done.wait(_AGAIN_SECONDS)
+    def _ask_at(
+        self, server: int, done: Cancellation, pause: float
+    ) -> Future[EpochServers]:
+        """Ask one server, after a pause."""
+
+        def ask() -> EpochServers:
+            done.wait(pause)
+            question = self._question("ask")
+            connection, answer = self._open(server, question, self.deadline, done)
+            connection.close()
+            layout = answer.layout or EpochServers((), "")
+            return layout.check(len(self.link.servers))
+
+        return in_daemon("kerasdist-epoch", ask)
+
+    def _is_final(self, error: BaseException) -> bool:
+        """Return whether a server that is asked again gives no other answer."""
+        if isinstance(error, Refused):
+            return self.epoch > 0 or error.refusal.final
+        if isinstance(error, _OTHERS):
+            return self.epoch == 0
+        return not isinstance(error, _SILENT)
 
     # Requests.
 

@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, wait
 from typing import Any
 
 from kerasdist import errors
@@ -42,7 +43,7 @@ from kerasdist.parameter_server.server.server import (
     serve_logged,
 )
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Deadline, Timeouts, daemon
+from kerasdist.transport.deadline import Deadline, Timeouts, in_daemon
 from kerasdist.transport.liveness.failure_protocol import hand_over_final_error
 from kerasdist.transport.liveness.heartbeat import Heartbeat
 from kerasdist.transport.rendezvous.dial import answer, refuse
@@ -133,8 +134,8 @@ class ElasticServer(ServerTask):
         # The present one of each job; the one that began last.
         self._epochs: dict[int, _Epoch] = {}
         self._latest: _Epoch | None = None
-        # Those that are replaced by a later one, until their threads have ended.
-        self._replaced: list[_Epoch] = []
+        # Of those that are replaced by a later one, until their threads have ended.
+        self._replaced: list[Future[None]] = []
         self._totals: collections.Counter[str] = collections.Counter()
         # Questions about a job's next epoch: rank, connection and request.
         self._questions: list[tuple[int, Connection, EpochRequest]] = []
@@ -167,7 +168,7 @@ class ElasticServer(ServerTask):
                 patience = Deadline(self._timeouts.startup)
             self._drop_ended()
             latest = self._latest
-            served = any(not epoch.over for epoch in self._epochs.values())
+            served = any(not each.serving.done() for each in self._epochs.values())
             if self._questions or served:
                 patience = Deadline(self._timeouts.startup)
             elif latest is not None and self._is_last(latest, patience):
@@ -187,13 +188,14 @@ class ElasticServer(ServerTask):
         Raises:
             KerasDistError: The job is over, and no worker has finished.
         """
-        if epoch.error is None:
+        error = epoch.serving.exception()
+        if error is None:
             return not self._staying
         if not patience.expired:
             return False
         if epoch.has_finished:
             return True
-        raise epoch.error
+        raise error
 
     def close(self) -> None:
         """Close all connections and threads. Can be called twice."""
@@ -207,8 +209,7 @@ class ElasticServer(ServerTask):
         for epoch in self._epochs.values():
             self._replace(epoch)
         self._epochs.clear()
-        for each in self._replaced:
-            each.join(_JOIN_SECONDS)
+        wait(self._replaced, _JOIN_SECONDS)
         for _, connection, _ in self._questions:
             connection.close()
         self._questions.clear()
@@ -232,7 +233,11 @@ class ElasticServer(ServerTask):
             self._heartbeat.add(key, connection)
         elif what == "ask" and present is not None and present.number == number:
             _answer(connection, present.layout)
-        elif present is not None and not present.over and number <= present.number:
+        elif (
+            present is not None
+            and not present.serving.done()
+            and number <= present.number
+        ):
             refuse(
                 connection,
                 f"Epoch {number} of the job has ended. Received: epoch={number} from "
@@ -255,10 +260,9 @@ class ElasticServer(ServerTask):
             return
         # Those of other jobs that have ended aren't needed any longer.
         for job, other in list(self._epochs.items()):
-            if job == request.job or other.over:
+            if job == request.job or other.serving.done():
                 self._replace(self._epochs.pop(job))
         self._epochs[request.job] = self._latest = epoch
-        epoch.start()
         _answer(connection)
         # They are answered or refused now, or wait for a later epoch.
         waiting, self._questions = self._questions, []
@@ -298,16 +302,24 @@ class ElasticServer(ServerTask):
         on_split = self._on_split
         if on_split is not None:
             server.handler.on_split = lambda loads: on_split(loads, index)
-        return _Epoch(request.epoch, layout, server, self._count)
+        name = f"kerasdist-epoch {request.epoch}"
+        serving = in_daemon(name, self._serve_epoch, server)
+        return _Epoch(request.epoch, layout, server, serving)
 
-    def _count(self, stats: dict[str, int]) -> None:
-        with self._lock:
-            self._totals.update(stats)
+    def _serve_epoch(self, server: ParameterServer) -> None:
+        try:
+            server.serve()
+        finally:
+            requests = int(server.handler.stats()["requests"])
+            with self._lock:
+                self._totals.update(epochs=1, requests=requests)
 
     def _replace(self, epoch: _Epoch) -> None:
-        self._replaced = [each for each in self._replaced if not each.join(0.0)]
-        self._replaced.append(epoch)
-        epoch.end()
+        """End an epoch soon, for a later one."""
+        name = f"kerasdist-epoch {epoch.number} ends"
+        closing = in_daemon(name, epoch.server.close)
+        ending = (*self._replaced, epoch.serving, closing)
+        self._replaced = [each for each in ending if not each.done()]
 
     def _drop_ended(self) -> None:
         for each in [each for each in self._questions if each[1].ended]:
@@ -320,61 +332,24 @@ def _answer(connection: Connection, layout: EpochServers | None = None) -> None:
         answer(connection, EpochAnswer(layout=layout))
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Epoch:
-    """An epoch, served by a thread of its own.
+    """An epoch.
 
-    Args:
+    Attributes:
         number: Its number.
         layout: Its servers.
-        server: Serves it; owned from now on.
-        count: Called with its statistics when it has ended.
+        server: Serves it, in a thread of its own.
+        serving: Done when it has ended: all members have left, or with an error.
     """
 
-    def __init__(
-        self,
-        number: int,
-        layout: EpochServers,
-        server: ParameterServer,
-        count: Callable[[dict[str, int]], None],
-    ) -> None:
-        self.number = number
-        self.layout = layout
-        self.error: Exception | None = None
-        self._server = server
-        self._count = count
-        self._thread = daemon(f"kerasdist-epoch {number}", self._run)
-        self._closer = daemon(f"kerasdist-epoch {number} ends", server.close)
-
-    def start(self) -> None:
-        """Begin to serve."""
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._server.serve()
-        except Exception as error:
-            self.error = error
-        requests = int(self._server.handler.stats()["requests"])
-        self._count({"epochs": 1, "requests": requests})
-
-    @property
-    def over(self) -> bool:
-        """Whether it has ended: all members have left, or `error` is set."""
-        return not self._thread.is_alive()
+    number: int
+    layout: EpochServers
+    server: ParameterServer
+    serving: Future[None]
 
     @property
     def has_finished(self) -> bool:
         """Whether a member has finished the job."""
-        workers = self._server.handler.membership.workers
+        workers = self.server.handler.membership.workers
         return any(worker.state == "finished" for worker in workers)
-
-    def end(self) -> None:
-        """End it soon, for a later epoch."""
-        self._closer.start()
-
-    def join(self, seconds: float) -> bool:
-        """Wait for its threads; return whether they have ended."""
-        deadline = Deadline(seconds)
-        self._thread.join(deadline.remaining())
-        self._closer.join(deadline.remaining())
-        return not (self._thread.is_alive() or self._closer.is_alive())

@@ -47,6 +47,7 @@ _KINDS = ("worker", "ps")
 # Seconds between two attempts.
 AGAIN_SECONDS = 0.5
 _REPLY_SECONDS = 10.0
+_BACKLOG = 1024
 
 
 class RendezvousError(Exception):
@@ -121,15 +122,11 @@ class LocalPart(LauncherRoster):
         if not self.bound:
             return contextlib.nullcontext()
         kept = self.bound[task.kind][task.index - self.first[task.kind]]
-        with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(socket.socket(kept.family))
-            # A task that was lost can be started again at this address, though its
-            # connections linger.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(kept.getsockname())
-            sock.listen(1024)
-            undo.pop_all()
-        return sock
+        # A task that was lost can be started again at this address, though its
+        # connections linger: `create_server` lets it be used again.
+        return socket.create_server(
+            kept.getsockname(), family=kept.family, backlog=_BACKLOG
+        )
 
 
 @contextlib.contextmanager

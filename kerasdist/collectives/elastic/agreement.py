@@ -59,92 +59,7 @@ ALL = frozenset(Contact)
 LOSSES = frozenset({Contact.DEAD, Contact.SILENT})
 # The answer that proves one.
 PROOF = frozenset({Contact.DEAD})
-
-_Found = Callable[[int, Member | None, Contact, frozenset[Contact]], None]
-
-
-class PeerProbes:
-    """The looks of one member for others.
-
-    Args:
-        lines: Its lines.
-        lock: Held by the caller of `begin` and `for_hosts`.
-        found: Called with each answer in the look's thread, with the lock: the epoch,
-            the member, the answer, and those that matter.
-    """
-
-    def __init__(
-        self,
-        lines: PeerMessenger,
-        lock: threading.RLock,
-        found: _Found,
-    ) -> None:
-        self._lines = lines
-        self._lock = lock
-        self._found = found
-        # Those that run, with the answers that matter.
-        self._running: dict[tuple[int, Member], frozenset[Contact]] = {}
-        self._asks_hosts = False
-
-    def begin(
-        self, epoch: int, member: Member | None, counts: frozenset[Contact] = ALL
-    ) -> None:
-        """Find out what has become of a member.
-
-        Args:
-            epoch: The epoch in which it is looked for.
-            member: The member; None: a connection broke, and no member is the cause.
-            counts: The answers that matter; others change nothing.
-        """
-        if member is not None:
-            known = self._running.get((epoch, member))
-            self._running[epoch, member] = counts | (known or frozenset())
-            if known is not None:
-                return
-
-        def look() -> None:
-            contact = Contact.ALIVE if member is None else self._lines.contact(member)
-            with self._lock:
-                matter = ALL
-                if member is not None:
-                    matter = self._running.pop((epoch, member))
-                self._found(epoch, member, contact, matter)
-
-        self._start(look)
-
-    def for_hosts(
-        self,
-        hosts: tuple[Member, ...],
-        found: Callable[[bool, tuple[Member, ...]], None],
-    ) -> None:
-        """Look for other members if all that could admit this worker have ended.
-
-        They may have been lost since it asked for them, and others have joined.
-
-        Args:
-            hosts: Those that could admit it.
-            found: Called as the one of this object, unless such a look runs: whether
-                all hosts are dead, and the members of another process's epoch then;
-                none if no process is a member.
-        """
-        if self._asks_hosts:
-            return
-        self._asks_hosts = True
-
-        def look() -> None:
-            dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
-            answers = (
-                discover_members(self._lines, members=True).answers if dead else []
-            )
-            with self._lock:
-                self._asks_hosts = False
-                found(dead, answers[0].members if answers else ())
-
-        self._start(look)
-
-    def _start(self, look: Callable[[], None]) -> None:
-        daemon("kerasdist-contact", look).start()
-
+_LOOK = "kerasdist-contact"
 
 _TICK_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
@@ -175,9 +90,8 @@ class MembershipService:
     """The membership machine of this worker.
 
     Args:
-        me: This worker.
         decision: The epoch in which it starts; None if it wants to join.
-        lines: Its lines; owned from now on.
+        lines: This worker's lines; owned from now on.
         min_workers: The smallest number of workers that may continue.
         patience: Seconds after which a job that can't continue stops.
         silence: Seconds of silence after which the others count this worker as lost.
@@ -187,7 +101,6 @@ class MembershipService:
 
     def __init__(
         self,
-        me: Member,
         decision: Decision | None,
         lines: PeerMessenger,
         min_workers: int,
@@ -196,7 +109,7 @@ class MembershipService:
         follower: Follower,
         startup: Startup | None = None,
     ) -> None:
-        self._me = me
+        self._me = lines.me
         self._startup = startup
         self._patience = patience
         self._silence = silence
@@ -204,7 +117,7 @@ class MembershipService:
         self._woken = False
         self._follower = follower
         self._lock = threading.RLock()
-        self._machine = PaxosParticipant(me, decision, min_workers=min_workers)
+        self._machine = PaxosParticipant(lines.me, decision, min_workers=min_workers)
         # Those that want to join, with their requests.
         self._waiting: dict[Member, Join] = {}
         self._admits = False
@@ -212,7 +125,9 @@ class MembershipService:
         self._hosts: tuple[Member, ...] = ()
         self._since: float | None = None
         self._stop = threading.Event()
-        self._looks = PeerProbes(lines, self._lock, self._found)
+        # The looks that run, with the answers that matter.
+        self._looks: dict[tuple[int, Member], frozenset[Contact]] = {}
+        self._asks_hosts = False
         self._next_look = 0.0
         self._look_pause = 0.0
         # Whether the members of the present epoch are being connected.
@@ -313,7 +228,7 @@ class MembershipService:
         """
         with self._lock:
             if self._is_present(epoch):
-                self._looks.begin(epoch, None if member == self._me else member)
+                self._look_for(epoch, None if member == self._me else member)
 
     def close(self) -> None:
         """End threads and lines. Can be called twice."""
@@ -382,6 +297,57 @@ class MembershipService:
                         self._follower.stop(output.reason, missing)
             return outputs
 
+    def _look_for(
+        self, epoch: int, member: Member | None, counts: frozenset[Contact] = ALL
+    ) -> None:
+        """Find out what has become of a member.
+
+        Args:
+            epoch: The epoch in which it is looked for.
+            member: The member; None: a connection broke, and no member is the cause.
+            counts: The answers that matter; others change nothing.
+        """
+        if member is not None:
+            known = self._looks.get((epoch, member))
+            self._looks[epoch, member] = counts | (known or frozenset())
+            if known is not None:
+                return
+
+        def look() -> None:
+            contact = Contact.ALIVE if member is None else self._lines.contact(member)
+            with self._lock:
+                matter = ALL
+                if member is not None:
+                    matter = self._looks.pop((epoch, member))
+                self._found(epoch, member, contact, matter)
+
+        daemon(_LOOK, look).start()
+
+    def _look_for_hosts(self) -> None:
+        """Look for other members if all that could admit this worker have ended.
+
+        They may have been lost since it asked for them, and others have joined.
+        """
+        if self._asks_hosts:
+            return
+        self._asks_hosts, hosts = True, self._hosts
+
+        def look() -> None:
+            dead = all(self._lines.contact(host) is Contact.DEAD for host in hosts)
+            answers = (
+                discover_members(self._lines, members=True).answers if dead else []
+            )
+            with self._lock:
+                self._asks_hosts = False
+                if self._machine.decision is not None or self._stop.is_set():
+                    return
+                if answers:
+                    self._hosts = answers[0].members
+                elif dead:
+                    self._follower.stop(StopReason.EXCLUDED, ())
+
+        daemon(_LOOK, look).start()
+
     def _found(
         self,
         epoch: int,
@@ -389,30 +355,29 @@ class MembershipService:
         contact: Contact,
         counts: frozenset[Contact],
     ) -> None:
-        """Report to the machine what has become of a member, see `PeerProbes`."""
-        with self._lock:
-            if self._stop.is_set() or not self._is_present(epoch):
+        """Report to the machine what has become of a member, with the lock."""
+        if self._stop.is_set() or not self._is_present(epoch):
+            return
+        if self._startup is not None and member is not None:
+            found = self._startup.counted(member, contact)
+            if found is Contact.EXCLUDES:
+                self._follower.stop(StopReason.EXCLUDED, ())
+            if found is None or found is Contact.EXCLUDES:
                 return
-            if self._startup is not None and member is not None:
-                found = self._startup.counted(member, contact)
-                if found is Contact.EXCLUDES:
-                    self._follower.stop(StopReason.EXCLUDED, ())
-                if found is None or found is Contact.EXCLUDES:
-                    return
-                contact = found
-            if contact not in counts:
-                return
-            if member is not None and contact is Contact.DEAD:
-                self._note_time()
-                if not self._woken:
-                    self._handle(Dead(member))
-                elif member in self._members():
-                    self._follower.stop(StopReason.EXCLUDED, ())
-            elif member is not None and contact is Contact.SILENT:
-                self._handle(Silent(member))
-            elif not self._machine.suspended:
-                # All live: only a connection has broken.
-                self._handle(Broken())
+            contact = found
+        if contact not in counts:
+            return
+        if member is not None and contact is Contact.DEAD:
+            self._note_time()
+            if not self._woken:
+                self._handle(Dead(member))
+            elif member in self._members():
+                self._follower.stop(StopReason.EXCLUDED, ())
+        elif member is not None and contact is Contact.SILENT:
+            self._handle(Silent(member))
+        elif not self._machine.suspended:
+            # All live: only a connection has broken.
+            self._handle(Broken())
 
     def _members(self) -> tuple[Member, ...]:
         present = self._machine.decision
@@ -435,7 +400,7 @@ class MembershipService:
                 if self._hosts:
                     self._handle(Apply(self._hosts))
                 if self._hosts and self._machine.decision is None:
-                    self._looks.for_hosts(self._hosts, self._found_hosts)
+                    self._look_for_hosts()
                 if self._startup is not None:
                     self._follow_start(self._startup)
                 self._look_around()
@@ -459,17 +424,7 @@ class MembershipService:
             missing = tuple(member.id for member in startup.absent())
             self._follower.stop(StopReason.NO_QUORUM, missing)
         for member in startup.to_look_for():
-            self._looks.begin(decision.epoch.number, member, LOSSES)
-
-    def _found_hosts(self, dead: bool, members: tuple[Member, ...]) -> None:
-        """Take the news of those that could admit this worker, see `PeerProbes`."""
-        with self._lock:
-            if self._machine.decision is not None or self._stop.is_set():
-                return
-            if members:
-                self._hosts = members
-            elif dead:
-                self._follower.stop(StopReason.EXCLUDED, ())
+            self._look_for(decision.epoch.number, member, LOSSES)
 
     def _look_around(self) -> None:
         """Look for the other members while there's no agreement.
@@ -490,13 +445,13 @@ class MembershipService:
             if self._forms and self._startup is None:
                 for member in epoch.members if first == self._me else (first,):
                     if member != self._me:
-                        self._looks.begin(epoch.number, member, PROOF)
+                        self._look_for(epoch.number, member, PROOF)
             if first == self._me and now >= self._next_look:
                 self._next_look = now + self._look_pause
                 self._look_pause = min(2 * self._look_pause, _ABSENT_SECONDS[1])
                 for member in sorted(epoch.absent):
-                    self._looks.begin(epoch.number, member, LOSSES)
+                    self._look_for(epoch.number, member, LOSSES)
             return
         for member in (*epoch.members, *sorted(epoch.absent)):
             if member != self._me:
-                self._looks.begin(epoch.number, member)
+                self._look_for(epoch.number, member)

@@ -125,9 +125,10 @@ class ElasticCommunicator(ForwardingCommunicator):
         peers: The workers of the job by the ids of members, with their names.
         patience: Seconds that a change of membership may take.
         hosts: The members that are to admit this worker; none if it is one already.
+        is_fixed: See below; then there's no membership.
 
     Attributes:
-        membership: The agreement; set before the first collective.
+        membership: The agreement; set before the first collective, unless `is_fixed`.
         lines: The facts for processes that want to join; set likewise.
         is_fixed: Whether there is one worker, and never another.
         epoch: The number of the present membership, which grows with each change.
@@ -141,7 +142,6 @@ class ElasticCommunicator(ForwardingCommunicator):
         replicas: Each member's number of replicas, by rank.
     """
 
-    is_fixed = False
     membership: MembershipService
     lines: PeerMessenger
 
@@ -151,7 +151,10 @@ class ElasticCommunicator(ForwardingCommunicator):
         peers: dict[int, Peer],
         patience: float,
         hosts: tuple[Member, ...] = (),
+        *,
+        is_fixed: bool = False,
     ) -> None:
+        self.is_fixed = is_fixed
         self._names = peers
         self._hosts = hosts
         self.joining = bool(hosts)
@@ -174,7 +177,7 @@ class ElasticCommunicator(ForwardingCommunicator):
         self._section: int | None = None
         self._ended = False
         self._recorders: list[Recorder] = []
-        self._step = 0
+        self._step = group.communicator.step
         self._inner: Communicator | None = None
         self.replicas: tuple[int, ...] = ()
         self._adopt(group)
@@ -270,12 +273,16 @@ class ElasticCommunicator(ForwardingCommunicator):
 
         All members call it alike.
         """
+        if self.is_fixed:
+            return False, self.wants_to_leave()
         flags = np.array([self.membership.waiting, self.wants_to_leave()], np.int64)
         joining, leaving = self.all_reduce([flags], "max")[0]
         return bool(joining), bool(leaving)
 
     def publish(self, name: str, value: Any) -> None:
         """Give a fact, as JSON, to processes that ask; all members have the same."""
+        if self.is_fixed:
+            return
         # Another thread may be reading the facts.
         self.lines.facts = {**self.lines.facts, name: value}
 
@@ -304,7 +311,15 @@ class ElasticCommunicator(ForwardingCommunicator):
         Returns:
             Whether there are members now without the job's state: newcomers.
         """
-        self._await_change(self.epoch, time.monotonic() + _ADMIT_SECONDS)
+        epoch, deadline = self.epoch, time.monotonic() + _ADMIT_SECONDS
+
+        def pending() -> bool:
+            # In the collective in which the change came, this was found before it: a
+            # member may still admit others, whose change would come later.
+            admits = self.epoch == epoch and time.monotonic() < deadline
+            return self.membership.admit(admits) or admits
+
+        self.await_changes(pending)
         return self._agree_on_newcomers()
 
     def join(self, seconds: float | None = None) -> None:
@@ -322,7 +337,7 @@ class ElasticCommunicator(ForwardingCommunicator):
         self.await_group(after=NO_EPOCH, seconds=seconds or _JOIN_SECONDS)
         self.joining = False
         self.is_newcomer = True
-        self._await_change(NO_EPOCH, 0.0)
+        self.await_changes(lambda: self.membership.admit(False))
         self._agree_on_newcomers()
 
     def finish_joining(self) -> None:
@@ -349,20 +364,18 @@ class ElasticCommunicator(ForwardingCommunicator):
         self._stateless = {int(rank) for ((rank, flag),) in found if flag}
         return bool(self._stateless)
 
-    def _await_change(self, epoch: int, deadline: float) -> None:
-        """Wait for a change after `epoch`, and for all that are planned by then.
+    def await_changes(self, pending: Callable[[], bool | None]) -> None:
+        """Wait until no member knows of a change that is still to come.
 
         There are collectives meanwhile, as a change is planned for after one of them;
         newcomers take part from the first one of their epoch on.
+
+        Args:
+            pending: Returns whether one is, as this member knows; None: it waits no
+                longer itself, and the others will notice its loss.
         """
-        while True:
-            admits = self.epoch == epoch and time.monotonic() < deadline
-            pending = self.membership.admit(admits)
-            flags = np.array([admits, pending], np.int64)
-            admits, pending = self.all_reduce([flags], "max")[0]
-            # In the collective in which the change came, flags were those of before it:
-            # a member may still admit others, whose change would come later.
-            if not pending and not admits:
+        while (mine := pending()) is not None:
+            if not self.all_reduce([np.array([mine], np.int64)], "max")[0][0]:
                 return
             time.sleep(_POLL_SECONDS)
 

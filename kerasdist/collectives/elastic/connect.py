@@ -17,16 +17,20 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import Communicator
 from kerasdist.collectives.connect import connect
-from kerasdist.collectives.elastic.communicator import MembershipChange
+from kerasdist.collectives.elastic.communicator import ElasticCommunicator
 from kerasdist.collectives.elastic.epochs import Member
-from kerasdist.collectives.elastic.groups import Connector, Link, elastic_timeouts
+from kerasdist.collectives.elastic.groups import (
+    Connector,
+    Group,
+    Link,
+    elastic_timeouts,
+)
 from kerasdist.collectives.elastic.job import ElasticJob
 from kerasdist.collectives.elastic.peer_messenger import (
     PeerMessenger,
@@ -58,7 +62,7 @@ class JobAlone:
         name: The name of the job in this script, the same with several workers.
         communicator, replicas, has_servers, announcements: See `StrategyJob`.
         facts: What the job knows about its start.
-        membership: It never changes.
+        membership: The changes of the workers; there are none.
         leaving: The end of the job at SIGTERM.
     """
 
@@ -74,7 +78,11 @@ class JobAlone:
         self.leaving = Leaving(
             inner.communicator, Termination.acquire(grace), 1, lambda: None
         )
-        self.membership = MembershipAlone(self.leaving)
+        peers = dict(enumerate(self.communicator.peers))
+        self.membership = ElasticCommunicator(
+            Group(0, (Member(0),), inner), peers, 0.0, is_fixed=True
+        )
+        self.membership.wants_to_leave = lambda: self.leaving.wanted
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; release what it holds. Can be called twice."""
@@ -84,60 +92,6 @@ class JobAlone:
         if self.leaving.termination is not None:
             self.leaving.termination.release()
         self._inner.close(error)
-
-
-class MembershipAlone:
-    """A membership that never changes; see `ElasticCommunicator`.
-
-    Args:
-        leaving: The end of the job.
-    """
-
-    is_fixed = True
-    epoch = finished = finished_before = 0
-    joining = is_newcomer = False
-    changes: Sequence[MembershipChange] = ()
-
-    def __init__(self, leaving: Leaving) -> None:
-        self._leaving = leaving
-
-    def ask(self) -> tuple[bool, bool]:
-        """See `ElasticCommunicator.ask`."""
-        return False, self._leaving.wanted
-
-    def publish(self, name: str, value: Any) -> None:
-        """See `ElasticCommunicator.publish`: no other process is there."""
-
-    def facts_of_members(self) -> dict[str, Any] | None:
-        """See `ElasticCommunicator.facts_of_members`."""
-        return None
-
-    def admit(self) -> bool:
-        """See `ElasticCommunicator.admit`."""
-        return False
-
-    def expecting(
-        self, replicas: Sequence[int]
-    ) -> contextlib.AbstractContextManager[None]:
-        """See `ElasticCommunicator.expecting`."""
-        del replicas
-        return contextlib.nullcontext()
-
-    def join(self) -> None:
-        """See `ElasticCommunicator.join`: this worker is a member."""
-
-    def finish_joining(self) -> None:
-        """See `ElasticCommunicator.finish_joining`."""
-
-    @contextlib.contextmanager
-    def section(self) -> Iterator[None]:
-        """See `ElasticCommunicator.section`."""
-        yield
-
-    def has_changed(self, error: BaseException) -> bool:
-        """See `ElasticCommunicator.has_changed`."""
-        del error
-        return False
 
 
 # Seconds between two questions of a worker that waits for the job to run.

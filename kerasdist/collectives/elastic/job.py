@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from kerasdist import errors
@@ -38,82 +38,6 @@ from kerasdist.transport.deadline import Cancellation, daemon
 from kerasdist.transport.liveness.announcements import WaitOutcome
 from kerasdist.transport.liveness.launcher_pipe import Reporter
 from kerasdist.transport.rendezvous.listener import Listener
-
-# The losses that a worker has noticed, and the error with which its part ends.
-
-
-class Losses:
-    """The losses since the last change of the members, as errors.
-
-    Args:
-        me: This worker.
-        addresses: Each task's address, by the member's id.
-    """
-
-    def __init__(self, me: Member, addresses: Mapping[int, str]) -> None:
-        self._me = me
-        self._addresses = addresses
-        self._worker: errors.WorkerLost | None = None
-        self._server: errors.ServerLost | None = None
-
-    def note(
-        self, member: Member | None, error: errors.CollectiveError, step: int
-    ) -> None:
-        """Note the failure of a group.
-
-        Args:
-            member: The member that it names, if there is one.
-            error: The failure.
-            step: The present step.
-        """
-        if isinstance(error, errors.WorkerLost) and member is not None:
-            # By the rank that the worker had at the start.
-            self._worker = errors.WorkerLost(member.id, error.host, step, error.reason)
-        elif isinstance(error, errors.ServerLost):
-            self._server = error
-
-    def take(self) -> errors.WorkerLost | errors.ServerLost | None:
-        """Return the last loss, of a worker if there was one, and forget all."""
-        error = self._worker or self._server
-        self._worker = self._server = None
-        return error
-
-    def final_error(
-        self,
-        reason: StopReason,
-        missing: tuple[int, ...],
-        step: int,
-        *,
-        joining: bool,
-        leavers: Collection[int],
-    ) -> errors.WorkerLost:
-        """Return the error with which this worker's part in the job ends.
-
-        Args:
-            reason: Why it ends.
-            missing: The ids of members that are out of contact.
-            step: The present step.
-            joining: Whether this worker hasn't joined the job yet.
-            leavers: The ids of members that leave as they have announced.
-        """
-        lost = self._worker
-        absent = f" Out of contact: ranks {list(missing)}." if missing else ""
-        if joining:
-            ended = "the job that it was to join has ended"
-            return self._error(self._me.id, step, ended)
-        if lost is None and reason is StopReason.TOO_FEW and leavers:
-            preempted = f"it was preempted, and {reason.value}"
-            return self._error(min(leavers), step, preempted)
-        text = f"{reason.value}.{absent}".rstrip(".")
-        if lost is None:
-            return self._error(self._me.id, step, text)
-        return errors.WorkerLost(
-            *(lost.rank, lost.host, lost.step), f"{lost.reason}, and {text}"
-        )
-
-    def _error(self, number: int, step: int, reason: str) -> errors.WorkerLost:
-        return errors.WorkerLost(number, self._addresses[number], step, reason)
-
 
 # The announcements of the present chief, which the others wait for.
 #
@@ -188,19 +112,6 @@ _CHANGE_SECONDS = 180.0
 _CLOSE_SECONDS = 2.0
 
 
-@dataclasses.dataclass(eq=False)
-class _Connecting:
-    """The connection of an epoch's members.
-
-    Attributes:
-        stop: Ends it at once.
-        ended: Whether the group isn't needed any more.
-    """
-
-    stop: Cancellation = dataclasses.field(default_factory=Cancellation)
-    ended: bool = False
-
-
 class ElasticJob:
     """The workers of a strategy, which continue without those that are lost.
 
@@ -240,13 +151,17 @@ class ElasticJob:
         self._group = group
         self._startup = startup
         self._decision: Decision | None = first
-        self._connecting = _Connecting()
+        # Ends the connecting of the present epoch's members, when their group isn't
+        # needed any more.
+        self._connecting = Cancellation()
         self._thread: threading.Thread | None = None
         self._fault: Exception | None = None
         self._refusal: StopReason | None = None
         self.excluded = False
         self._began = 0.0
-        self._losses = Losses(connector.me, connector.addresses)
+        # The losses since the last change of the members.
+        self._lost_worker: errors.WorkerLost | None = None
+        self._lost_server: errors.ServerLost | None = None
         self._closed = False
         peers = {
             member_id: Peer(member_id, address)
@@ -262,7 +177,6 @@ class ElasticJob:
             self.communicator.await_group, self.timeouts.collective
         )
         self._agreement = MembershipService(
-            connector.me,
             first,
             lines,
             min_workers,
@@ -334,8 +248,7 @@ class ElasticJob:
             self.communicator.suspend()
 
     def _end_connecting(self) -> None:
-        self._connecting.ended = True
-        self._connecting.stop.set()
+        self._connecting.set()
         self._listener.pending.interrupt()
 
     def install(self, decision: Decision) -> None:
@@ -347,10 +260,10 @@ class ElasticJob:
         with self._lock:
             self._end_connecting()
             self._decision = decision
-            self._connecting = _Connecting()
+            self._connecting = Cancellation()
             self._connect(decision, self._connecting)
 
-    def _connect(self, decision: Decision, connecting: _Connecting) -> None:
+    def _connect(self, decision: Decision, connecting: Cancellation) -> None:
         self._thread = daemon(
             "kerasdist-change", self._change, decision, connecting, time.time()
         )
@@ -362,26 +275,50 @@ class ElasticJob:
             self.excluded = reason is StopReason.EXCLUDED
             if reason in (StopReason.NO_QUORUM, StopReason.TOO_FEW):
                 self._refusal = reason
-        lost = self._losses.final_error(
-            reason,
-            missing,
-            self.communicator.step,
-            joining=self.communicator.joining,
-            leavers=self.leaving.ids,
-        )
-        self.communicator.stop(lost)
+        self.communicator.stop(self._final_error(reason, missing))
+
+    def _final_error(
+        self, reason: StopReason, missing: tuple[int, ...]
+    ) -> errors.WorkerLost:
+        """Return the error with which this worker's part in the job ends.
+
+        Args:
+            reason: Why it ends.
+            missing: The ids of members that are out of contact.
+        """
+        lost, number, text = self._lost_worker, self._connector.me.id, reason.value
+        if missing:
+            text += f". Out of contact: ranks {list(missing)}"
+        if self.communicator.joining:
+            text = "the job that it was to join has ended"
+        elif lost is not None:
+            reasons = f"{lost.reason}, and {text}"
+            return errors.WorkerLost(lost.rank, lost.host, lost.step, reasons)
+        elif reason is StopReason.TOO_FEW and self.leaving.ids:
+            number = min(self.leaving.ids)
+            text = f"it was preempted, and {reason.value}"
+        address, step = self._connector.addresses[number], self.communicator.step
+        return errors.WorkerLost(number, address, step, text)
 
     # The change of groups.
 
     def watch(self, epoch: int, error: errors.CollectiveError) -> None:
         """Follow the failure of an epoch's group, from that group's threads."""
         group = self._group
-        if group.epoch == epoch:
-            self._losses.note(group.member(error), error, self.communicator.step)
-            self._agreement.lost(epoch, group.member(error))
+        if group.epoch != epoch:
+            return
+        member = group.member(error)
+        if isinstance(error, errors.WorkerLost) and member is not None:
+            # By the rank that the worker had at the start.
+            self._lost_worker = errors.WorkerLost(
+                member.id, error.host, self.communicator.step, error.reason
+            )
+        elif isinstance(error, errors.ServerLost):
+            self._lost_server = error
+        self._agreement.lost(epoch, member)
 
     def _change(
-        self, decision: Decision, connecting: _Connecting, agreed: float
+        self, decision: Decision, connecting: Cancellation, agreed: float
     ) -> None:
         number = decision.epoch.number
         seconds = CONNECT_SECONDS
@@ -395,24 +332,24 @@ class ElasticJob:
                 decision,
                 timeouts,
                 lambda error: self.watch(number, error),
-                connecting.stop,
+                connecting,
             )
             introduce(group, decision, self._lines)
             fetched = catch_up(group, decision, self.communicator.last)
         except CannotConnect as end:
-            if not connecting.ended:
+            if not connecting.is_set():
                 self.communicator.stop(end.error)
             return
         except Exception as error:
             if group is not None:
                 group.job.close()
-            if not connecting.ended:
+            if not connecting.is_set():
                 self._failed(decision, error)
             return
         self._agreement.formed(number)
         with self._lock:
             old = self._group
-            present = not connecting.ended
+            present = not connecting.is_set()
             if present:
                 self._group = group
         if present and fetched is not None:
@@ -438,7 +375,7 @@ class ElasticJob:
             pause = 0.0
         with self._lock:
             # Else the next change has begun.
-            if not connecting.ended:
+            if not connecting.is_set():
                 self.communicator.resume(group, decision.verdict.progress)
         self._tell(group, pause)
         if text and group.communicator.rank == 0:
@@ -474,7 +411,8 @@ class ElasticJob:
     def _describe(
         self, old: Group, group: Group, pause: float, agreed: float
     ) -> MembershipChange:
-        error = self._losses.take()
+        error = self._lost_worker or self._lost_server
+        self._lost_worker = self._lost_server = None
         left = [each for each in old.members if each.id in self.leaving.ids]
         servers = old.job.servers, group.job.servers
         what = differences(old.members, group.members, self._name_of, left, servers)

@@ -2,7 +2,8 @@
 
 A line is a connection to a member's listener, made when the first message is sent on it
 and kept; each direction has its own. It carries one frame per message. Messages may be
-lost: one that can't be sent at once is dropped, and the agreement sends another later.
+lost: those for a member that can't be reached at once are dropped, and the agreement
+sends others later. One thread watches all lines.
 
 A question is a connection of its own, answered at once by any process that has lines
 for the job: by it a process that starts finds out whether the job runs already.
@@ -17,14 +18,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 import logging
-import queue
 import secrets
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from kerasdist import errors
@@ -38,7 +38,7 @@ from kerasdist.collectives.elastic.epochs import (
 from kerasdist.errors import AuthenticationError, ProtocolError
 from kerasdist.transport import log
 from kerasdist.transport.base import Connection
-from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, daemon
+from kerasdist.transport.deadline import Cancellation, Deadline, Timeouts, in_daemon
 from kerasdist.transport.framing import (
     FrameType,
     read_record,
@@ -46,6 +46,7 @@ from kerasdist.transport.framing import (
     to_object,
     unexpected,
 )
+from kerasdist.transport.liveness.heartbeat import Frame, Heartbeat
 from kerasdist.transport.rendezvous.dial import dial_address
 from kerasdist.transport.rendezvous.listener import Listener
 from kerasdist.transport.rendezvous.startup import missing_error
@@ -313,7 +314,8 @@ _POLL_SECONDS = 0.5
 _ENDING_SECONDS = 0.05
 # Seconds that the last messages may take.
 _LAST_SECONDS = 1.0
-_SENDER = "kerasdist-line to"
+# Lines have no heartbeats: one that is silent isn't lost.
+_SILENT = Timeouts(heartbeat=1e9, collective=1e9)
 
 
 class Contact(enum.Enum):
@@ -367,7 +369,7 @@ class PeerMessenger:
 
     Attributes:
         me: As given.
-        receive: Called with each message that arrives, from threads of this object;
+        receive: Called with each message that arrives, from a thread of this object;
             None: it's lost.
         replaced: Called with each member whose task has a new process; or None.
         members: The members of this process's epoch, for answers.
@@ -400,25 +402,36 @@ class PeerMessenger:
         self._stop = Cancellation()
         self._closing = False
         self._lock = threading.Lock()
-        self._outgoing: dict[Member, queue.SimpleQueue[bytes | None]] = {}
-        self._threads: set[threading.Thread] = set()
+        # The lines to members, by member and None; and those from them, by member and
+        # number.
+        self._lines = Heartbeat(
+            "kerasdist-lines", _SILENT, self._on_frame, lambda key, reason: None
+        )
+        self._arrivals = itertools.count()
+        # The lines that are being made, and what is to be sent on them.
+        self._dials: dict[Member, Future[None]] = {}
+        self._queued: dict[Member, list[bytes]] = {}
         # The last message: it may be for all members.
         self._encoded: tuple[Message | None, bytes] = None, b""
         listener.enter(session)
-        self._start(self._take, "kerasdist-lines")
+        self._taking = in_daemon("kerasdist-lines taken", self._take)
 
     def send(self, to: Member, message: Message) -> None:
         """Send a message, which may be lost. Doesn't wait."""
         with self._lock:
             if self._closing:
                 return  # nobody would end the thread of a new line
-            waiting = self._outgoing.get(to)
-            if waiting is None:
-                waiting = self._outgoing[to] = queue.SimpleQueue()
-                self._start(lambda: self._deliver(to, waiting), f"{_SENDER} {to.id}")
             if self._encoded[0] is not message:
                 self._encoded = message, encode(message)
-            waiting.put(self._encoded[1])
+            payload = self._encoded[1]
+            if to in self._queued:
+                self._queued[to].append(payload)
+            elif self._lines.last_received((to, None)) is not None:
+                self._lines.post((to, None), FrameType.MEMBERSHIP, payload)
+            else:
+                self._queued[to] = [payload]
+                name = f"kerasdist-line to {to.id}"
+                self._dials[to] = in_daemon(name, self._begin_line, to)
 
     def contact(self, member: Member) -> Contact:
         """Find out whether a member's process lives; takes a few seconds at most."""
@@ -514,31 +527,13 @@ class PeerMessenger:
         """Close all lines, when what waits has been sent. Can be called twice."""
         with self._lock:
             self._closing = True
-            waiting = list(self._outgoing.values())
-            self._outgoing.clear()
-            threads = [t for t in self._threads if t is not threading.current_thread()]
-        for each in waiting:
-            each.put(None)
-        sending = Deadline(_LAST_SECONDS)
-        for thread in threads:
-            if thread.name.startswith(_SENDER):
-                thread.join(sending.remaining())
+            dials = list(self._dials.values())
+        wait(dials, _LAST_SECONDS)
         self._stop.set()
         self._listener.leave(self._session)
         self._listener.pending.interrupt()
-        for thread in threads:
-            thread.join(_SECONDS)
-
-    def _start(self, work: Callable[[], None], name: str) -> None:
-        def run() -> None:
-            try:
-                work()
-            finally:
-                self._threads.discard(threading.current_thread())
-
-        thread = daemon(name, run)
-        self._threads.add(thread)
-        thread.start()
+        wait([*dials, self._taking], _SECONDS)
+        self._lines.close()
 
     def _dial(
         self, to: Member, deadline: Deadline | None = None, *, question: bool = False
@@ -556,30 +551,23 @@ class PeerMessenger:
         address = self._addresses[to.id]
         return dial_address(address, self._secret, hello, _limit(deadline), self._stop)
 
-    def _deliver(self, to: Member, waiting: queue.SimpleQueue[bytes | None]) -> None:
-        """Send the messages to one member, in order."""
+    def _begin_line(self, to: Member) -> None:
+        """Make the line to a member, and send what waits for it; or drop that."""
         connection: Connection | None = None
         try:
-            while (message := waiting.get()) is not None:
-                # A line that has ended since the last message is made again, once.
-                if connection is not None and connection.ended:
-                    connection.close()
-                    connection = None
-                try:
-                    if connection is None:
-                        connection = self._dial(to)
-                    deadline = Deadline(_SECONDS)
-                    connection.write(FrameType.MEMBERSHIP, message, deadline)
-                except (OSError, EOFError, AuthenticationError, ProtocolError):
-                    if connection is not None:
-                        connection.close()
-                        connection = None
+            connection = self._dial(to)
+        except (OSError, EOFError, AuthenticationError, ProtocolError):
+            return
         finally:
-            if connection is not None:
-                connection.close()
+            with self._lock:
+                queued = self._queued.pop(to)
+                if connection is not None:
+                    self._lines.add((to, None), connection)
+                    for payload in queued:
+                        self._lines.post((to, None), FrameType.MEMBERSHIP, payload)
 
     def _take(self) -> None:
-        """Take the lines of others from the listener, and read each in a thread."""
+        """Take the lines of others from the listener."""
         while not self._stop.is_set():
             pending = self._listener.pending
             for rank, connection, hello in pending.take_any(
@@ -604,30 +592,23 @@ class PeerMessenger:
                     # than the member.
                     connection.close()
                     continue
-                self._start(
-                    lambda sender=sender, connection=connection: self._read(  # type: ignore[misc]
-                        sender, connection
-                    ),
-                    f"kerasdist-line from {rank}",
-                )
+                self._lines.add((sender, next(self._arrivals)), connection)
 
-    def _read(self, sender: Member, connection: Connection) -> None:
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        with connection, contextlib.suppress(OSError, EOFError):
-            while not self._stop.is_set():
-                if not poll.poll(_POLL_SECONDS * 1000):
-                    continue
-                try:
-                    kind, payload = connection.read(Deadline(_SECONDS))
-                    if kind is not FrameType.MEMBERSHIP:
-                        raise unexpected(kind)
-                    message = decode(payload, self._addresses)
-                except ProtocolError as error:
-                    self._complain(sender.id, str(error))
-                    return
-                if self.receive is not None:
-                    self.receive(sender, message)
+    def _on_frame(self, key: Any, frame: Frame) -> None:
+        """Take a frame, in the thread of all lines."""
+        kind, _, payload = frame
+        if kind is FrameType.HEARTBEAT:
+            return
+        sender, number = key
+        try:
+            if kind is not FrameType.MEMBERSHIP or number is None:
+                raise unexpected(kind)
+            message = decode(payload, self._addresses)
+        except ProtocolError as error:
+            self._complain(sender.id, str(error))
+            raise
+        if self.receive is not None:
+            self.receive(sender, message)
 
     def _complain(self, rank: int, why: str) -> None:
         """Say why messages of a process aren't heeded: others may exclude it for it."""

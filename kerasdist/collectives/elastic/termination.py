@@ -47,7 +47,6 @@ _SAVE_SECONDS = 600.0
 _SECONDS = 10.0
 # Seconds for the change, and the end of the process.
 _LEAVE_SECONDS = 2 * _SECONDS
-_POLL_SECONDS = 0.002
 
 
 class Leaving:
@@ -145,16 +144,15 @@ class Leaving:
         communicator = self._communicator
         membership = communicator.membership
         epoch, deadline = communicator.epoch, time.monotonic() + _SECONDS
-        while True:
+
+        def pending() -> bool | None:
             in_time = time.monotonic() < deadline
             if leaves and not in_time:
-                return  # the others will notice the loss
-            pending = membership.leave() if leaves else membership.admit(False)
-            pending |= in_time and communicator.epoch == epoch
-            flags = np.array([pending], np.int64)
-            if not communicator.all_reduce([flags], "max")[0][0]:
-                return
-            time.sleep(_POLL_SECONDS)
+                return None
+            planned = membership.leave() if leaves else membership.admit(False)
+            return planned or (in_time and communicator.epoch == epoch)
+
+        communicator.await_changes(pending)
 
 
 # Of the platform's seconds: in `fit`, where the process may leave after its step, and

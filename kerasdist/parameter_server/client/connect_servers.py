@@ -48,7 +48,6 @@ from kerasdist.transport.rendezvous.dial import (
     retry,
 )
 from kerasdist.transport.rendezvous.startup import host_key
-from kerasdist.transport.rendezvous.waiting_notice import Absent, Sight
 from kerasdist.transport.tls import checked_secret
 
 # A worker's connections to servers: over the network, and in its own process.
@@ -121,19 +120,13 @@ class NetworkConnection(ServerConnection):
         connected = threading.Event()
         enrolment = hello_of(self._session, PURPOSE, rank, hello)
 
-        def look() -> Sight | None:
-            if not connected.is_set():
-                return None
-            why = f"server {self.index} waits for them, see its output"
-            return Sight([Absent("other workers", "", why)], f"server {self.index}")
-
         def enrol() -> tuple[Connection, ServerRoster]:
             return register(
                 *(self.address, secret, enrolment, ServerRoster),
                 *(deadline, stop, GRACE_SECONDS, connected),
             )
 
-        control, roster = self._retry(enrol, deadline, look)
+        control, roster = self._retry(enrol, deadline, connected)
         shared = self._transport == "auto" and roster.host == host_key()
         hello = dataclasses.replace(hello, line="data", shared=shared)
         data = hello_of(self._session, PURPOSE, rank, hello)
@@ -159,7 +152,7 @@ class NetworkConnection(ServerConnection):
         self,
         attempt: Callable[[], _Result],
         deadline: Deadline,
-        connected: Callable[[], Sight | None] | None = None,
+        connected: threading.Event | None = None,
     ) -> _Result:
         """Try until it works."""
         try:

@@ -202,104 +202,6 @@ def log_line(text: str) -> None:
     log.log_in_background(logging.INFO, "%s", text)
 
 
-# The control connections of a server's workers: frames from them, events to them.
-
-
-class ControlConnections:
-    """Watches the workers' control connections, in a thread of its own.
-
-    Args:
-        handler: The server.
-        timeouts: The interval and the limit of heartbeats.
-        lost: Called with each worker that was lost.
-        end: Called when the job has failed, or no worker is left.
-    """
-
-    def __init__(
-        self,
-        handler: RequestHandler,
-        timeouts: Timeouts,
-        lost: Callable[[WorkerRecord], None],
-        end: Callable[[], None],
-    ) -> None:
-        self._handler = handler
-        self._lost = lost
-        self._end = end
-        name = f"kerasdist-watch server {handler.server}"
-        self._heartbeat = Heartbeat(name, timeouts, self._on_frame, self._ended)
-        handler.membership.on_event.append(self._announce)
-        handler.membership.on_failure.append(self._fail)
-
-    def open(
-        self, worker: WorkerRecord, connection: Connection, roster: ServerRoster
-    ) -> None:
-        """Answer a worker's hello, and watch its connection from now on."""
-        # Of one that died since the heartbeat notices that.
-        answer(connection, roster)
-        self._heartbeat.add(_key(worker), connection)
-
-    def last_received(self, worker: WorkerRecord) -> float | None:
-        """Return the time of a worker's last frame (monotonic); None: no connection."""
-        return self._heartbeat.last_received(_key(worker))
-
-    def close(self) -> None:
-        """Send what is still queued, and close the connections."""
-        self._heartbeat.close()
-
-    def _on_frame(self, key: Any, frame: Frame) -> None:
-        kind, _, payload = frame
-        if kind is FrameType.HEARTBEAT:
-            return
-        worker = self._handler.membership.current(*key)
-        if kind is FrameType.NOTICE:
-            if worker is not None:
-                self._pass_on(worker, payload)
-            return
-        if kind is not FrameType.GOODBYE:
-            raise unexpected(kind)
-        if worker is not None:
-            goodbye = read_record(to_json(payload), Goodbye, "A goodbye")
-            self._handler.on_goodbye(worker, goodbye)
-
-    def _ended(self, key: Any, reason: str) -> None:
-        members = self._handler.membership
-        worker = members.current(*key)
-        if worker is None or not members.lose(worker, reason):
-            return
-        # It may have been frozen, and wake up later.
-        others_go_on = self._handler.settings.mode == "async" and not members.over
-        lost = worker.lost(reason, others_go_on=others_go_on)
-        self._heartbeat.post(key, FrameType.FAILURE, encode(lost))
-
-    def _pass_on(self, sender: WorkerRecord, payload: bytes) -> None:
-        """Send a worker's notice to another one, or to all others."""
-        notice = to_json(payload)
-        to = notice.get("to")
-        value = {"from": sender.rank, "value": notice.get("value")}
-        for worker in self._handler.membership.workers:
-            receives = worker.rank == to if to is not None else worker is not sender
-            if worker.state == "live" and receives:
-                content = json.dumps(value).encode()
-                self._heartbeat.post(_key(worker), FrameType.NOTICE, content)
-
-    def _announce(self, event: Event) -> None:
-        members = self._handler.membership
-        payload = json.dumps(to_object(event)).encode()
-        for worker in members.workers:
-            if worker.state == "live" and worker.rank != event.rank:
-                self._heartbeat.post(_key(worker), FrameType.EVENT, payload)
-        if event.kind == "lost":
-            self._lost(members.workers[event.rank])
-        if members.over:
-            self._end()
-
-    def _fail(self, error: errors.CollectiveError) -> None:
-        for worker in self._handler.membership.workers:
-            if worker.state in ("live", "lost"):
-                self._heartbeat.post(_key(worker), FrameType.FAILURE, encode(error))
-        self._end()
-
-
 def _key(worker: WorkerRecord) -> tuple[int, str]:
     return worker.rank, worker.incarnation
 
@@ -359,7 +261,7 @@ class ParameterServer(ServerTask):
         self._registrar = Registrar(
             *(self.handler, self.address, cluster.workers),
             *(lambda seconds: self._arrivals(seconds, self._stop), self._stop),
-            last_received=lambda worker: self._control.last_received(worker),
+            last_received=lambda worker: self._heartbeat.last_received(_key(worker)),
             once=once,
         )
         try:
@@ -367,9 +269,15 @@ class ParameterServer(ServerTask):
         except BaseException:
             self.handler.close()
             raise
-        self._control = ControlConnections(
-            self.handler, self._timeouts, self._lost, self._end
+        # Watches the workers' control connections, in a thread of its own.
+        self._heartbeat = Heartbeat(
+            f"kerasdist-watch server {self.index}",
+            self._timeouts,
+            self._on_frame,
+            self._ended,
         )
+        self.handler.membership.on_event.append(self._announce)
+        self.handler.membership.on_failure.append(self._fail)
 
     # The whole life of a server.
 
@@ -423,7 +331,7 @@ class ParameterServer(ServerTask):
             serving = list(self._serving.values())
         self._end()
         self._registrar.close()
-        self._control.close()
+        self._heartbeat.close()
         for channel, _ in serving:
             channel.abort()
         members = self.handler.membership
@@ -487,7 +395,9 @@ class ParameterServer(ServerTask):
             resumed=self.handler.resumed,
             seed=self.handler.tables.seed,
         )
-        self._control.open(worker, connection, roster)
+        # Of one that died since the heartbeat notices that.
+        answer(connection, roster)
+        self._heartbeat.add(_key(worker), connection)
 
     def _serve_requests(
         self, rank: int, connection: Connection, hello: ServerHello
@@ -535,12 +445,64 @@ class ParameterServer(ServerTask):
                         "server was restarted",
                     )
 
-    def _lost(self, worker: WorkerRecord) -> None:
-        with self._lock:
-            found = self._serving.get(worker.incarnation)
-        if found is not None:
-            found[0].abort()
-
     def _end(self) -> None:
         self._stop.set()
         self._listener.pending.interrupt()
+
+    # Frames on control connections, and events to them.
+
+    def _on_frame(self, key: Any, frame: Frame) -> None:
+        kind, _, payload = frame
+        if kind is FrameType.HEARTBEAT:
+            return
+        worker = self.handler.membership.current(*key)
+        if kind is FrameType.NOTICE:
+            if worker is not None:
+                self._pass_on(worker, payload)
+            return
+        if kind is not FrameType.GOODBYE:
+            raise unexpected(kind)
+        if worker is not None:
+            goodbye = read_record(to_json(payload), Goodbye, "A goodbye")
+            self.handler.on_goodbye(worker, goodbye)
+
+    def _ended(self, key: Any, reason: str) -> None:
+        members = self.handler.membership
+        worker = members.current(*key)
+        if worker is None or not members.lose(worker, reason):
+            return
+        # It may have been frozen, and wake up later.
+        others_go_on = self.handler.settings.mode == "async" and not members.over
+        lost = worker.lost(reason, others_go_on=others_go_on)
+        self._heartbeat.post(key, FrameType.FAILURE, encode(lost))
+
+    def _pass_on(self, sender: WorkerRecord, payload: bytes) -> None:
+        """Send a worker's notice to another one, or to all others."""
+        notice = to_json(payload)
+        to = notice.get("to")
+        value = {"from": sender.rank, "value": notice.get("value")}
+        for worker in self.handler.membership.workers:
+            receives = worker.rank == to if to is not None else worker is not sender
+            if worker.state == "live" and receives:
+                content = json.dumps(value).encode()
+                self._heartbeat.post(_key(worker), FrameType.NOTICE, content)
+
+    def _announce(self, event: Event) -> None:
+        members = self.handler.membership
+        payload = json.dumps(to_object(event)).encode()
+        for worker in members.workers:
+            if worker.state == "live" and worker.rank != event.rank:
+                self._heartbeat.post(_key(worker), FrameType.EVENT, payload)
+        if event.kind == "lost":
+            with self._lock:
+                found = self._serving.get(members.workers[event.rank].incarnation)
+            if found is not None:
+                found[0].abort()
+        if members.over:
+            self._end()
+
+    def _fail(self, error: errors.CollectiveError) -> None:
+        for worker in self.handler.membership.workers:
+            if worker.state in ("live", "lost"):
+                self._heartbeat.post(_key(worker), FrameType.FAILURE, encode(error))
+        self._end()

@@ -4,9 +4,10 @@
     2. a connection that ends, or is silent for `heartbeat` seconds: the other side is
        lost; `on_end` may post a last frame to it, since it may be frozen and wake up
 
-The failure detector of a ring, the servers and their workers are the users. Data are
-sent on other connections, so neither a long transfer nor a busy process is taken for a
-lost one. The thread never calls into TensorFlow, so a long step can't stop it.
+The failure detector of a ring, the servers and their workers are the users; and the
+members of an elastic job, with a time-out without end. Data are sent on other
+connections, so neither a long transfer nor a busy process is taken for a lost one. The
+thread never calls into TensorFlow, so a long step can't stop it.
 It looks only at connections that are ready, and at all of them only when one may have
 been silent for too long.
 """
@@ -335,7 +336,8 @@ class Heartbeat:
         if ending:
             self._flush_all(time.monotonic() + _FLUSH_SECONDS)
             return None
-        if most > _MANY:
+        # Without heartbeats frames are rare, and don't wait for others.
+        if most > _MANY and self._timeouts.heartbeat_interval < _LONGEST_POLL:
             self._pause.poll(_GATHERING_MS)  # `wake` ends it
         try:
             events = self._epoll.poll(max(0.0, min(seconds, _LONGEST_POLL)), most)

@@ -25,6 +25,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
 
 from kerasdist import errors
 from kerasdist.transport.framing import from_plain, to_object
@@ -96,10 +97,6 @@ class Report:
         """Whether another task is the cause, not the rank that reports."""
         return self.server is not None or self.blames not in (None, self.rank)
 
-    def encode(self) -> bytes:
-        """Return the line, with its end."""
-        return json.dumps(to_object(self)).encode() + b"\n"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Notice:
@@ -120,14 +117,6 @@ class Notice:
     rank: int | None = None
     reason: str = ""
     patience: float = 0.0
-
-    def encode(self) -> bytes:
-        """Return the line, with its end; a long reason is cut."""
-        short = dataclasses.replace(
-            self, reason=self.reason[: len(self.reason) * 3 // 4]
-        )
-        line = json.dumps({"notice": to_object(self)}).encode() + b"\n"
-        return line if len(line) <= _MOST_BYTES or not self.reason else short.encode()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,30 +145,36 @@ class Members:
         """Whether `ranks` has all members."""
         return len(self.ranks) == self.size
 
-    def encode(self) -> bytes:
-        """Return the line, with its end; a long list is cut, but for the chief."""
-        line = json.dumps({"members": to_object(self)}).encode() + b"\n"
-        if len(line) <= _MOST_BYTES or len(self.ranks) == 1:
-            return line
-        ranks = self.ranks[: len(self.ranks) * 3 // 4]
-        return dataclasses.replace(self, ranks=ranks).encode()
+
+Record = Report | Notice | Members
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Record)}
+# What is cut if a line is too long.
+_LONG = {Notice: "reason", Members: "ranks"}
 
 
-def decode(line: bytes) -> Report | Notice | Members | None:
+def encode(record: Record) -> bytes:
+    """Return the line of a record, with its end.
+
+    A long reason is cut, and a long list of members, but for the chief.
+    """
+    kind = type(record)
+    line = json.dumps({kind.__name__: to_object(record)}).encode() + b"\n"
+    name = _LONG.get(kind, "")
+    long = getattr(record, name, "")
+    if len(line) <= _MOST_BYTES or len(long) < 2:
+        return line
+    cut: dict[str, Any] = {name: long[: len(long) * 3 // 4]}
+    return encode(dataclasses.replace(record, **cut))
+
+
+def decode(line: bytes) -> Record | None:
     """Return the record in a line; None if it holds none."""
     try:
-        value = json.loads(line)
-        if "members" in value:
-            members: Members = from_plain(value["members"], Members)
-            return members if members.ranks else None
-        found: Report | Notice = (
-            from_plain(value["notice"], Notice)
-            if "notice" in value
-            else from_plain(value, Report)
-        )
-    except (ValueError, TypeError, RecursionError):
+        ((name, value),) = json.loads(line).items()
+        found: Record = from_plain(value, _KINDS[name])
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
         return None
-    return found
+    return None if isinstance(found, Members) and not found.ranks else found
 
 
 class LauncherPipe:
@@ -201,9 +196,9 @@ class LauncherPipe:
         """The variable that names `writing` to a task that inherits it."""
         return {REPORT_VARIABLE: descriptor_in_words(self.writing)}
 
-    def read(self) -> list[Report | Notice | Members]:
+    def read(self) -> list[Record]:
         """Return what has arrived, in order, without waiting."""
-        found: list[Report | Notice | Members] = []
+        found: list[Record] = []
         while True:
             try:
                 data = os.read(self.reading, 65536)
@@ -247,7 +242,7 @@ class _WritingEnd(InheritedDescriptor):
     def __init__(self, environ: Mapping[str, str] | None) -> None:
         super().__init__(REPORT_VARIABLE, stat.S_ISFIFO, environ)
 
-    def write(self, line: bytes) -> None:
+    def write(self, record: Record) -> None:
         """Write a line. Never waits, and never raises `OSError`."""
         descriptor = self.get()
         if descriptor is None:
@@ -255,7 +250,7 @@ class _WritingEnd(InheritedDescriptor):
         # Full, or not read any more: then the launcher has to guess.
         with contextlib.suppress(OSError):
             os.set_blocking(descriptor, False)
-            os.write(descriptor, line)
+            os.write(descriptor, encode(record))
 
 
 class Reporter:
@@ -289,7 +284,7 @@ class Reporter:
             blames=error.rank if isinstance(error, errors.WorkerLost) else None,
             server=error.index if isinstance(error, errors.ServerLost) else None,
         )
-        self._pipe.write(report.encode())
+        self._pipe.write(report)
 
     def members(
         self, epoch: int, ranks: Sequence[int], step: int, pause: float = 0.0
@@ -314,7 +309,7 @@ class Reporter:
             step=step,
             pause=pause,
         )
-        self._pipe.write(members.encode())
+        self._pipe.write(members)
 
 
 class ServerReporter:
@@ -353,7 +348,7 @@ class ServerReporter:
         self._write(Notice(server=self._server, kind=kind, rank=rank, reason=reason))
 
     def _write(self, notice: Notice) -> None:
-        self._pipe.write(notice.encode())
+        self._pipe.write(notice)
 
 
 def descriptor_in_words(descriptor: int) -> str:

@@ -220,6 +220,8 @@ def _free_port() -> int:
 # Seconds for looking up the name of the own address.
 _LOOK_UP_SECONDS = 10.0
 _BACKLOG = 1024
+# IPv6 may be missing, or be switched off.
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listen_at(address: str) -> tuple[list[socket.socket], bool]:
@@ -243,56 +245,38 @@ def listen_at(address: str) -> tuple[list[socket.socket], bool]:
     with contextlib.ExitStack() as undo:
         for family, target in targets:
             try:
-                sock = _bound(family, target)
+                made.append(undo.enter_context(_listening(family, target)))
             except OSError as error:
                 # A family that this machine doesn't have counts as foreign, too.
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                if error.errno not in _NOT_HERE:
                     raise
                 foreign = error
-                continue
-            undo.callback(sock.close)
-            made.append(sock)
         if not made and foreign is not None and _is_local(host):
             raise foreign
         elsewhere = not made
         if elsewhere:
-            made.append(_anywhere(port))
-            undo.callback(made[0].close)
-        for sock in made:
-            sock.listen(_BACKLOG)
+            made.append(_listening_anywhere(port))
         undo.pop_all()
     return made, elsewhere
 
 
-def _bound(
+def _listening(
     family: socket.AddressFamily, target: tuple[str, int] | tuple[str, int, int, int]
 ) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(target)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        target, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+    )
 
 
-def _anywhere(port: int) -> socket.socket:
-    """Return a socket bound to all of this machine's addresses."""
+def _listening_anywhere(port: int) -> socket.socket:
+    """Return a socket that listens on all of this machine's addresses."""
     try:
-        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-    except OSError:  # no IPv6
-        return _bound(socket.AF_INET, ("", port))
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(("::", port))
+        return _listening(socket.AF_INET6, ("::", port))
     except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRNOTAVAIL:  # IPv6 is there, but switched off
-            return _bound(socket.AF_INET, ("", port))
-        raise
-    return sock
+        if error.errno not in _NOT_HERE:
+            raise
+    return _listening(socket.AF_INET, ("", port))
 
 
 def _is_local(host: str) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from kerasdist import errors
-from kerasdist.cluster.address import split_address
 from kerasdist.transport import handshake
 from kerasdist.transport.base import Aborted, Connection
 from kerasdist.transport.deadline import Cancellation, Deadline
@@ -22,12 +21,12 @@ from kerasdist.transport.framing import (
     unexpected,
 )
 from kerasdist.transport.handshake import is_loopback, why_not_same_user
-from kerasdist.transport.memory import close_in_children
 from kerasdist.transport.rendezvous.waiting_notice import (
     Absent,
     Sight,
     WaitingNotice,
-    look_up,
+    connect,
+    connect_socket,
     why_unreachable,
 )
 from kerasdist.transport.tls import Credentials, binding_of, connect_tls, wrap
@@ -74,11 +73,12 @@ def dial_address(
         ClusterError: This task's certificates can't be used any more.
     """
     stop = stop or Cancellation()
+    limit = Deadline(min(deadline.remaining(), _CONNECT_SECONDS))
     if unix_name is None:
-        sock = _connect_tcp(address, deadline, stop)
+        credentials = Credentials.read(os.environ)
+        sock = wrap(connect(address, limit, stop), credentials, server=False)
     else:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        _connect(sock, unix_name, deadline.remaining(), stop)
+        sock = connect_socket(socket.AF_UNIX, unix_name, limit.remaining(), stop)
     limit = Deadline(min(deadline.remaining(), _HANDSHAKE_SECONDS))
     try:
         with stop.bound(sock):
@@ -92,39 +92,6 @@ def dial_address(
         sock.close()
         raise
     return Connection(sock, auth)
-
-
-def _connect_tcp(address: str, deadline: Deadline, stop: Cancellation) -> socket.socket:
-    credentials = Credentials.read(os.environ)
-    limit = Deadline(min(deadline.remaining(), _CONNECT_SECONDS))
-    targets = look_up(*split_address(address), limit)
-    if isinstance(targets, str):
-        raise OSError(targets)
-    for i, (family, target) in enumerate(targets):
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            # A silent address mustn't hide the next one.
-            _connect(sock, target, limit.remaining() / (len(targets) - i), stop)
-        except OSError:
-            if i + 1 == len(targets):
-                raise
-        else:
-            return wrap(sock, credentials, server=False)
-    raise OSError("its host name has no address")
-
-
-def _connect(
-    sock: socket.socket, target: Any, seconds: float, stop: Cancellation
-) -> None:
-    """Connect a socket, which is closed if that fails."""
-    close_in_children(sock)
-    try:
-        sock.settimeout(min(max(seconds, 0.001), _CONNECT_SECONDS))
-        with stop.bound(sock):
-            sock.connect(target)
-    except BaseException:
-        sock.close()
-        raise
 
 
 def _check_user(sock: socket.socket, address: str) -> None:
@@ -257,7 +224,7 @@ def retry(
     address: str,
     stop: threading.Event,
     who: str = "Rank",
-    connected: Callable[[], Sight | None] | None = None,
+    connected: threading.Event | None = None,
 ) -> _Result:
     """Try until it works or the deadline passes: machines start minutes apart.
 
@@ -268,8 +235,9 @@ def retry(
         address: The peer's address.
         stop: When this is set, give up.
         who: The kind of peer, for messages: "Rank" or "Server".
-        connected: Returns what the attempt waits for when it has connected, for log
-            lines; None before. Without it an attempt ends when it has connected.
+        connected: Set while the attempt waits for the peer's answer, which needs the
+            other workers, see `register`. Without it an attempt ends when it has
+            connected.
 
     Raises:
         StartupError: It didn't work by the deadline; `missing` has the index.
@@ -277,10 +245,13 @@ def retry(
         Aborted: `stop` was set.
     """
     number = 0
+    peer = f"{who.lower()} {index}"
 
     def look() -> Sight:
-        found = None if connected is None else connected()
-        return found or Sight([Absent(f"{who.lower()} {index}", address)])
+        if connected is None or not connected.is_set():
+            return Sight([Absent(peer, address)])
+        why = f"{peer} waits for them, see its output"
+        return Sight([Absent("other workers", "", why)], here=peer)
 
     with contextlib.ExitStack() as undo:
         # Most attempts succeed at once.

@@ -105,16 +105,10 @@ class PendingConnections:
             The connection, now the caller's; None if there was none by the deadline,
             or before `stop` was set (and `interrupt` called).
         """
-        key = (session, purpose, rank)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: key in self._waiting or self._closed or stop.is_set(),
-                deadline.remaining(),
-            )
-            found = self._waiting.pop(key, [])
-        for older in found[:-1]:
-            older.connection.close()
-        return found[-1].connection if found else None
+        found = self.take_any(session, purpose, deadline.remaining(), stop, rank)
+        for _, older, _ in found[:-1]:
+            older.close()
+        return found[-1][1] if found else None
 
     def take_any(
         self,
@@ -122,6 +116,7 @@ class PendingConnections:
         purpose: str,
         seconds: float,
         stop: threading.Event | None = None,
+        rank: int | None = None,
     ) -> list[tuple[int, Connection, dict[str, Any]]]:
         """Take all connections for this session and purpose; wait for the first.
 
@@ -130,6 +125,7 @@ class PendingConnections:
             purpose: The purpose.
             seconds: How long to wait.
             stop: When this is set (and `interrupt` called), wait no longer.
+            rank: The rank; None: any.
 
         Returns:
             Rank, connection and hello of each; those of one rank in order of arrival.
@@ -137,7 +133,8 @@ class PendingConnections:
         with self._changed:
 
             def here() -> list[_Key]:
-                return [key for key in self._waiting if key[:2] == (session, purpose)]
+                known = (key for key in self._waiting if key[:2] == (session, purpose))
+                return [key for key in known if rank in (None, key[2])]
 
             self._changed.wait_for(
                 lambda: self._closed or here() or (stop is not None and stop.is_set()),
@@ -413,8 +410,6 @@ class Listener:
             # A probe (`kerasdist doctor`, start-up of other ranks) ends like this:
             # there is nothing to report.
             pass
-        except (AuthenticationError, ProtocolError, OSError) as error:
-            self._refuse(f"{where}: {type(error).__name__}: {error}")
         except Exception as error:
             # No received bytes may end a thread with a traceback.
             self._refuse(f"{where}: {type(error).__name__}: {error}")
@@ -457,7 +452,8 @@ def _listen(address: str) -> list[socket.socket]:
         return listen_at(address)[0]
     except OSError as error:
         raise AddressInUseError(
-            f"This worker can't listen at its address {address}: {error.strerror}. "
+            f"This worker can't listen at its address {address}: "
+            f"{os.strerror(error.errno or 0)}. "
             f"Received: {address!r} as this task's entry of the cluster. Is another "
             "job or an earlier process of this one still running there? End it "
             f"(`ss -ltnp 'sport = :{port}'` shows it) or choose another port."

@@ -49,12 +49,87 @@ from kerasdist.transport.rendezvous.waiting_notice import (
 )
 from kerasdist.transport.tls import checked_secret
 
+# The record of one worker that all others have.
+
+
+def host_key() -> str:
+    """Return a text that is equal on two workers if they can share memory.
+
+    It has the running kernel, the mount of /dev/shm and the network namespace: so two
+    containers count as two hosts unless they share both, and so do the test
+    hosts that are namespaces of one machine.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        shm = os.stat("/dev/shm")
+        net = os.stat("/proc/self/ns/net")
+    except OSError:
+        return f"{socket.gethostname()}-{os.getpid()}"
+    return f"{boot}-{shm.st_dev}-{shm.st_ino}-{net.st_ino}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartupRecord:
+    """The record of one worker.
+
+    Attributes:
+        rank: Its rank.
+        address: Its address in the cluster.
+        host: The identity of its host, see `host_key`.
+        unix_name: The name of its Unix socket.
+        pid: Its process number on its host.
+        replicas: Number of its replicas.
+    """
+
+    rank: int
+    address: str
+    host: str
+    unix_name: str
+    pid: int
+    replicas: int
+
+    @property
+    def peer(self) -> Peer:
+        """Its name in messages."""
+        return Peer(self.rank, self.address)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartupHello:
+    """The hello of a worker to the chief.
+
+    Attributes:
+        member: Its record.
+        settings: Its settings; JSON values.
+        seconds: How long it waits.
+    """
+
+    member: StartupRecord
+    settings: Any
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StartupRoster:
+    """The chief's answer when all workers are there: all of them, by rank."""
+
+    members: tuple[StartupRecord, ...]
+
+
+# Seconds that the others wait longer than the chief, to get the chief's reasons.
+_GRACE_SECONDS = 8.0
+_MOST_PROBES = 256
+_ELSEWHERE = (
+    "it connected, but for another session than rank 0's: does it have the same list "
+    "of workers, and create its strategies in the same order?"
+)
+
 # A session: the connected workers of one strategy.
 #
-# They first connect to the chief (`kerasdist.transport.rendezvous.startup`); these
-# connections stay open, and the failure detector uses them. The connections for data
-# are made afterwards, between the ranks that need them, through the same listeners
-# (`Session.dial`, `Session.answer`).
+# They first connect to the chief, see above; these connections stay open, and the
+# failure detector uses them. The connections for data are made afterwards, between the
+# ranks that need them, through the same listeners (`Session.dial`, `Session.answer`).
 
 
 class Session:
@@ -103,7 +178,8 @@ class Session:
                 f"Received: rank={cluster.rank}, size={cluster.size}."
             )
         # As they arrive: tuples as lists, for instance.
-        settings = json.loads(json.dumps(settings))
+        self._settings = json.loads(json.dumps(settings))
+        self._addresses = cluster.workers
         self.rank = cluster.rank
         self.size = cluster.size
         self.timeouts = timeouts
@@ -111,6 +187,10 @@ class Session:
         self._stop = stop or Cancellation()
         self._release = threading.Lock()
         self.controls: dict[int, Connection] = {}
+        # On the chief: until when those that have connected wait, what they have sent,
+        # and when the connections of others have ended.
+        self._arrived: dict[int, tuple[Deadline, StartupHello]] = {}
+        self._gone: dict[int, float] = {}
         self._number = _Number(cluster, name)
         address = cluster.workers[self.rank]
         try:
@@ -127,19 +207,9 @@ class Session:
                 pid=os.getpid(),
                 replicas=replicas,
             )
-            arrival = Arrival(
-                session=self._number.session,
-                me=self._me,
-                settings=settings,
-                addresses=cluster.workers,
-                secret=self._secret,
-                stop=self._stop,
-                deadline=Deadline(timeouts.startup),
-                listener=self._listener,
-            )
-            found = arrival.gather() if self.rank == 0 else arrival.report()
-            self.members: tuple[StartupRecord, ...] = found[0]
-            self.controls = found[1]
+            self._deadline = Deadline(timeouts.startup)
+            start = self._gather if self.rank == 0 else self._report
+            self.members: tuple[StartupRecord, ...] = start()
         except BaseException:
             self._number.release(used=False)
             self.close()
@@ -229,6 +299,188 @@ class Session:
             connection.close()
         self._listener.release()
 
+    # The start.
+
+    def _report(self) -> tuple[StartupRecord, ...]:
+        """Connect to the chief: steps 1 and 3 of a worker that isn't the chief.
+
+        Returns:
+            All workers by rank.
+
+        Raises:
+            StartupError, AuthenticationError, ProtocolError, Aborted: See `Session`.
+        """
+        chief = self._addresses[0]
+        connected = threading.Event()
+
+        def attempt() -> tuple[Connection, StartupRoster]:
+            left = self._deadline.remaining()
+            hello = StartupHello(member=self._me, settings=self._settings, seconds=left)
+            connection, roster = register(
+                chief,
+                self._secret,
+                hello_of(self.name, "control", self.rank, hello),
+                StartupRoster,
+                self._deadline,
+                self._stop,
+                grace=_GRACE_SECONDS,
+                connected=connected,
+            )
+            fault = ""
+            if [m.rank for m in roster.members] != list(range(len(self._addresses))):
+                fault = "The roster doesn't hold all ranks."
+            elif tuple(m.address for m in roster.members) != self._addresses:
+                fault = "The roster holds other addresses."
+            if fault:
+                connection.close()
+                raise errors.ProtocolError(fault)
+            return connection, roster
+
+        try:
+            self.controls[0], roster = retry(
+                *(attempt, self._deadline, 0, chief, self._stop), connected=connected
+            )
+        except Refused as refused:
+            raise refused.to_startup_error() from None
+        return roster.members
+
+    def _gather(self) -> tuple[StartupRecord, ...]:
+        """Wait for all workers: steps 2 and 3, on the chief.
+
+        Returns:
+            All workers by rank.
+
+        Raises:
+            StartupError: See `Session`. All connected workers were sent a refusal.
+            Aborted: `stop` was set. It is noticed within half a second.
+        """
+        me = f"rank 0 ({self._addresses[0]})"
+        try:
+            with WaitingNotice("rank 0", self._sight, self._deadline, goal=me):
+                self._wait_for_all()
+            self._check_settings()
+        except errors.StartupError as error:
+            for connection in self.controls.values():
+                refuse(connection, str(error), error.missing)
+            raise
+        others = (self._arrived[rank][1].member for rank in sorted(self._arrived))
+        members = (self._me, *others)
+        for connection in self.controls.values():
+            # Of one that died since the failure detector notices that.
+            answer(connection, StartupRoster(members))
+        return members
+
+    def _wait_for_all(self) -> None:
+        while True:
+            for rank, connection in list(self.controls.items()):
+                if connection.ended:
+                    self.controls.pop(rank).close()
+                    self._gone[rank] = time.monotonic()
+            if self._stop.is_set():
+                raise Aborted
+            if len(self.controls) == self.size - 1:
+                return
+            # The worker with the shortest wait gets the reasons too.
+            waits = [
+                self._deadline,
+                *(self._arrived[rank][0] for rank in self.controls),
+            ]
+            first = min(waits, key=Deadline.remaining)
+            if first.expired:
+                raise self._missing(first)
+            seconds = min(first.remaining(), 0.5)
+            arrived = self._listener.pending.take_any(
+                self.name, "control", seconds, self._stop
+            )
+            for rank, connection, value in arrived:
+                try:
+                    hello = self._read_hello(rank, value)
+                except errors.ProtocolError as error:
+                    refuse(connection, str(error))
+                    continue
+                older = self.controls.pop(rank, None)
+                if older is not None and not older.ended:
+                    refuse(older, _twice(self._arrived[rank][1].member, hello.member))
+                elif older is not None:
+                    older.close()
+                self._arrived[rank] = Deadline(hello.seconds), hello
+                self.controls[rank] = connection
+
+    def _read_hello(self, rank: int, value: dict[str, Any]) -> StartupHello:
+        hello = read_record(value, StartupHello, "A hello")
+        member, seconds = hello.member, hello.seconds
+        if not 0 < rank < self.size or member.rank != rank:
+            raise errors.ProtocolError(f"There is no such rank. Received: rank={rank}.")
+        if member.address != self._addresses[rank]:
+            raise errors.ProtocolError(
+                f"Rank {rank} has another address. Received: {member.address!r}, "
+                f"expected {self._addresses[rank]!r}."
+            )
+        if not 0 <= seconds <= 1e9:
+            raise errors.ProtocolError(f"A hello is damaged. Received: {seconds=!r}.")
+        return hello
+
+    def _sight(self) -> Sight:
+        """Return which workers are here, in the thread of the notice."""
+        here = [0, *sorted(self.controls.copy())]
+        elsewhere = self._listener.pending.others(self.name, "control")
+        left = self._gone.copy()
+
+        def why(rank: int) -> str:
+            if rank in elsewhere:
+                return _ELSEWHERE
+            if rank in left:
+                ago = time.monotonic() - left[rank]
+                return f"it was here, and its connection ended {ago:.0f} s ago"
+            return ""
+
+        refused = self._listener.refusals()
+        return Sight(
+            missing=[
+                Absent(f"rank {rank}", self._addresses[rank], why(rank))
+                for rank in range(1, self.size)
+                if rank not in here
+            ],
+            here=ranks_in_words(here),
+            refused=refused[-1] if refused else "",
+        )
+
+    def _check_settings(self) -> None:
+        differing = {
+            rank: hello.settings
+            for rank, (_, hello) in sorted(self._arrived.items())
+            if hello.settings != self._settings
+        }
+        if not differing:
+            return
+        shown = "".join(f"\n  rank {r}: {theirs}" for r, theirs in differing.items())
+        raise errors.StartupError(
+            f"Workers were started with different arguments. Received:\n  rank 0: "
+            f"{self._settings}{shown}\nAll workers must run the same script with the "
+            "same arguments of the strategy.",
+            dict.fromkeys(differing, "its arguments differ"),
+        )
+
+    def _missing(self, waited: Deadline) -> errors.StartupError:
+        """Return the error that names missing ranks, with reasons found from here."""
+        addresses = self._addresses
+        ranks = [rank for rank in range(1, len(addresses)) if rank not in self.controls]
+        elsewhere = self._listener.pending.others(self.name, "control")
+
+        def reason(rank: int) -> str:
+            if rank in elsewhere:
+                return _ELSEWHERE
+            return why_unreachable(addresses[rank], PROBE_SECONDS) or (
+                "it listens there but hasn't connected to rank 0; can it reach "
+                f"{addresses[0]}, and does it hold the same KERASDIST_SECRET?"
+            )
+
+        most = min(_MOST_PROBES, len(ranks))
+        with ThreadPoolExecutor(most, "kerasdist-probe") as pool:
+            missing = dict(zip(ranks, pool.map(reason, ranks), strict=True))
+        refused = self._listener.refusals()
+        return missing_error(missing, addresses, waited.seconds, refused)
+
 
 class _Number:
     """Names the n-th session of this process on this cluster, the same on all ranks.
@@ -258,313 +510,6 @@ class _Number:
             self._pending.discard(f"{self._key} {self._value}")
             if used and self._counts:
                 self._last[self._key] = max(self._value, self._last.get(self._key, 0))
-
-
-# The record of one worker that all others have.
-
-
-def host_key() -> str:
-    """Return a text that is equal on two workers if they can share memory.
-
-    It has the running kernel, the mount of /dev/shm and the network namespace: so two
-    containers count as two hosts unless they share both, and so do the test
-    hosts that are namespaces of one machine.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        shm = os.stat("/dev/shm")
-        net = os.stat("/proc/self/ns/net")
-    except OSError:
-        return f"{socket.gethostname()}-{os.getpid()}"
-    return f"{boot}-{shm.st_dev}-{shm.st_ino}-{net.st_ino}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StartupRecord:
-    """The record of one worker.
-
-    Attributes:
-        rank: Its rank.
-        address: Its address in the cluster.
-        host: The identity of its host, see `host_key`.
-        unix_name: The name of its Unix socket.
-        pid: Its process number on its host.
-        replicas: Number of its replicas.
-    """
-
-    rank: int
-    address: str
-    host: str
-    unix_name: str
-    pid: int
-    replicas: int
-
-    @property
-    def peer(self) -> Peer:
-        """Its name in messages."""
-        return Peer(self.rank, self.address)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StartupHello:
-    """The hello of a worker to the chief.
-
-    Attributes:
-        member: Its record.
-        settings: Its settings; JSON values.
-        seconds: How long it waits.
-    """
-
-    member: StartupRecord
-    settings: Any
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class StartupRoster:
-    """The chief's answer when all workers are there: all of them, by rank."""
-
-    members: tuple[StartupRecord, ...]
-
-
-# Seconds that the others wait longer than the chief, to get the chief's reasons.
-_GRACE_SECONDS = 8.0
-_MOST_PROBES = 256
-_ELSEWHERE = (
-    "it connected, but for another session than rank 0's: does it have the same list "
-    "of workers, and create its strategies in the same order?"
-)
-
-
-@dataclasses.dataclass
-class _PendingPeer:
-    """A worker that is connected to the chief and waits for the others."""
-
-    connection: Connection
-    member: StartupRecord
-    settings: object
-    patience: Deadline
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """A worker's part in the start of a session.
-
-    Attributes:
-        session: The name of the session.
-        me: Its own record.
-        settings: Its settings; JSON values.
-        addresses: All workers' addresses, by rank.
-        secret: The job's secret.
-        stop: When another thread sets it, the start ends with `Aborted`. The chief
-            notices it within half a second.
-        deadline: When to give up.
-        listener: This worker's listener.
-        pending: On the chief, the workers that are connected.
-        gone: On the chief, when the connections of others have ended.
-    """
-
-    session: str
-    me: StartupRecord
-    settings: dict[str, Any]
-    addresses: tuple[str, ...]
-    secret: bytes
-    stop: Cancellation
-    deadline: Deadline
-    listener: Listener
-    pending: dict[int, _PendingPeer] = dataclasses.field(default_factory=dict)
-    gone: dict[int, float] = dataclasses.field(default_factory=dict)
-
-    def report(self) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
-        """Connect to the chief: steps 1 and 3 of a worker that isn't the chief.
-
-        Returns:
-            All workers by rank, and the connection to the chief, now the caller's.
-
-        Raises:
-            StartupError, AuthenticationError, ProtocolError, Aborted: See `Session`.
-        """
-        chief = self.addresses[0]
-        connected = threading.Event()
-
-        def attempt() -> tuple[Connection, StartupRoster]:
-            left = self.deadline.remaining()
-            hello = StartupHello(member=self.me, settings=self.settings, seconds=left)
-            connection, roster = register(
-                chief,
-                self.secret,
-                hello_of(self.session, "control", self.me.rank, hello),
-                StartupRoster,
-                self.deadline,
-                self.stop,
-                grace=_GRACE_SECONDS,
-                connected=connected,
-            )
-            fault = ""
-            if [m.rank for m in roster.members] != list(range(len(self.addresses))):
-                fault = "The roster doesn't hold all ranks."
-            elif tuple(m.address for m in roster.members) != self.addresses:
-                fault = "The roster holds other addresses."
-            if fault:
-                connection.close()
-                raise errors.ProtocolError(fault)
-            return connection, roster
-
-        def look() -> Sight | None:
-            if not connected.is_set():
-                return None
-            why = "rank 0 waits for them, see its output"
-            return Sight([Absent("other workers", "", why)], here="rank 0")
-
-        try:
-            connection, roster = retry(
-                *(attempt, self.deadline, 0, chief, self.stop), connected=look
-            )
-        except Refused as refused:
-            raise refused.to_startup_error() from None
-        return roster.members, {0: connection}
-
-    def gather(self) -> tuple[tuple[StartupRecord, ...], dict[int, Connection]]:
-        """Wait for all workers: steps 2 and 3, on the chief.
-
-        Returns:
-            All workers by rank, and the connection to each of them but this one, now
-            the caller's.
-
-        Raises:
-            StartupError: See `Session`. All connected workers were sent a refusal.
-            Aborted: `stop` was set.
-        """
-        me = f"rank 0 ({self.addresses[0]})"
-        try:
-            with WaitingNotice("rank 0", self._sight, self.deadline, goal=me):
-                self._wait_for_all()
-            self._check_settings()
-        except errors.StartupError as error:
-            for peer in self.pending.values():
-                refuse(peer.connection, str(error), error.missing)
-            raise
-        except BaseException:
-            for peer in self.pending.values():
-                peer.connection.close()
-            raise
-        others = (self.pending[rank].member for rank in sorted(self.pending))
-        members = (self.me, *others)
-        for peer in self.pending.values():
-            # Of one that died since the failure detector notices that.
-            answer(peer.connection, StartupRoster(members))
-        return members, {rank: peer.connection for rank, peer in self.pending.items()}
-
-    def _wait_for_all(self) -> None:
-        size = len(self.addresses)
-        while True:
-            for rank, peer in list(self.pending.items()):
-                if peer.connection.ended:
-                    self.pending.pop(rank).connection.close()
-                    self.gone[rank] = time.monotonic()
-            if self.stop.is_set():
-                raise Aborted
-            if len(self.pending) == size - 1:
-                return
-            # The worker with the shortest wait gets the reasons too.
-            waits = [self.deadline, *(g.patience for g in self.pending.values())]
-            first = min(waits, key=Deadline.remaining)
-            if first.expired:
-                raise self._missing(first)
-            seconds = min(first.remaining(), 0.5)
-            arrived = self.listener.pending.take_any(
-                self.session, "control", seconds, self.stop
-            )
-            for rank, connection, hello in arrived:
-                try:
-                    peer = self._receive(rank, connection, hello)
-                except errors.ProtocolError as error:
-                    refuse(connection, str(error))
-                    continue
-                older = self.pending.pop(rank, None)
-                self.pending[rank] = peer
-                if older is not None and not older.connection.ended:
-                    refuse(older.connection, _twice(older.member, peer.member))
-                elif older is not None:
-                    older.connection.close()
-
-    def _receive(
-        self, rank: int, connection: Connection, hello: dict[str, Any]
-    ) -> _PendingPeer:
-        found = read_record(hello, StartupHello, "A hello")
-        member, seconds = found.member, found.seconds
-        if not 0 < rank < len(self.addresses) or member.rank != rank:
-            raise errors.ProtocolError(f"There is no such rank. Received: rank={rank}.")
-        if member.address != self.addresses[rank]:
-            raise errors.ProtocolError(
-                f"Rank {rank} has another address. Received: {member.address!r}, "
-                f"expected {self.addresses[rank]!r}."
-            )
-        if not 0 <= seconds <= 1e9:
-            raise errors.ProtocolError(f"A hello is damaged. Received: {seconds=!r}.")
-        return _PendingPeer(connection, member, found.settings, Deadline(seconds))
-
-    def _sight(self) -> Sight:
-        """Return which workers are here, in the thread of the notice."""
-        here = [0, *sorted(self.pending.copy())]
-        elsewhere = self.listener.pending.others(self.session, "control")
-        left = self.gone.copy()
-
-        def why(rank: int) -> str:
-            if rank in elsewhere:
-                return _ELSEWHERE
-            if rank in left:
-                ago = time.monotonic() - left[rank]
-                return f"it was here, and its connection ended {ago:.0f} s ago"
-            return ""
-
-        refused = self.listener.refusals()
-        return Sight(
-            missing=[
-                Absent(f"rank {rank}", self.addresses[rank], why(rank))
-                for rank in range(1, len(self.addresses))
-                if rank not in here
-            ],
-            here=ranks_in_words(here),
-            refused=refused[-1] if refused else "",
-        )
-
-    def _check_settings(self) -> None:
-        differing = {
-            rank: peer.settings
-            for rank, peer in sorted(self.pending.items())
-            if peer.settings != self.settings
-        }
-        if not differing:
-            return
-        shown = "".join(f"\n  rank {r}: {theirs}" for r, theirs in differing.items())
-        raise errors.StartupError(
-            f"Workers were started with different arguments. Received:\n  rank 0: "
-            f"{self.settings}{shown}\nAll workers must run the same script with the "
-            "same arguments of the strategy.",
-            dict.fromkeys(differing, "its arguments differ"),
-        )
-
-    def _missing(self, waited: Deadline) -> errors.StartupError:
-        """Return the error that names missing ranks, with reasons found from here."""
-        addresses = self.addresses
-        ranks = [rank for rank in range(1, len(addresses)) if rank not in self.pending]
-        elsewhere = self.listener.pending.others(self.session, "control")
-
-        def reason(rank: int) -> str:
-            if rank in elsewhere:
-                return _ELSEWHERE
-            return why_unreachable(addresses[rank], PROBE_SECONDS) or (
-                "it listens there but hasn't connected to rank 0; can it reach "
-                f"{addresses[0]}, and does it hold the same KERASDIST_SECRET?"
-            )
-
-        most = min(_MOST_PROBES, len(ranks))
-        with ThreadPoolExecutor(most, "kerasdist-probe") as pool:
-            missing = dict(zip(ranks, pool.map(reason, ranks), strict=True))
-        refused = self.listener.refusals()
-        return missing_error(missing, addresses, waited.seconds, refused)
 
 
 def _twice(older: StartupRecord, newer: StartupRecord) -> str:

@@ -19,12 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 from kerasdist.cluster.address import address_fault, split_address
-from kerasdist.transport.deadline import Deadline, daemon, in_daemon
+from kerasdist.transport.deadline import Cancellation, Deadline, daemon, in_daemon
 from kerasdist.transport.log import LOGGER, log_in_background, rewrites_lines
+from kerasdist.transport.memory import close_in_children
 
-# A probe of a peer's address: the reason, in words, why it can't be reached.
+# Connections to a peer's address, and in words why it can't be reached.
 
 _REASONS = {
     errno.ECONNREFUSED: "connection refused: nothing listens there",
@@ -58,21 +60,70 @@ def why_unreachable(address: str, timeout: float) -> str | None:
     fault = address_fault(address)
     if fault is not None:
         return f"its address {fault}"
-    deadline = Deadline(timeout)
+    try:
+        connect(address, Deadline(timeout), Cancellation()).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def connect(address: str, deadline: Deadline, stop: Cancellation) -> socket.socket:
+    """Open a TCP connection to the first address of a host that accepts.
+
+    Args:
+        address: `"host:port"`, or `"[v6]:port"`.
+        deadline: When to give up.
+        stop: When another thread sets it, the call ends with an error at once.
+
+    Raises:
+        OSError: No address accepts; of the class of the last one's error, with all
+            reasons in words, without a full stop.
+    """
     found = look_up(*split_address(address), deadline)
     if isinstance(found, str):
-        return found
+        raise OSError(found)
     reasons: list[str] = []
+    failure = OSError()
     for i, (family, target) in enumerate(found):
         # Each address gets its share of what is left: a silent first one mustn't
         # hide a second one that accepts.
         share = deadline.remaining() / (len(found) - i)
-        reason = _connect(family, target, share, deadline.seconds)
-        if reason is None:
-            return None
-        if reason not in reasons:
-            reasons.append(reason)
-    return "; ".join(reasons)
+        try:
+            return connect_socket(family, target, share, stop)
+        except OSError as error:
+            reasons.append(_in_words(error, deadline.seconds))
+            failure = type(error)("; ".join(dict.fromkeys(reasons)))
+    raise failure
+
+
+def connect_socket(
+    family: socket.AddressFamily, target: Any, seconds: float, stop: Cancellation
+) -> socket.socket:
+    """Return a socket that is connected to one address.
+
+    Raises:
+        OSError: It couldn't be connected in this time.
+    """
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        close_in_children(sock)
+        # 0 would mean "don't wait at all" and end in a meaningless error.
+        sock.settimeout(max(seconds, 0.001))
+        with stop.bound(sock):
+            sock.connect(target)
+        # On one machine the kernel may choose the very port that is dialed as the
+        # source of the connection: then this process is connected to itself.
+        if sock.getsockname() == sock.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "")
+        undo.pop_all()
+    return sock
+
+
+def _in_words(error: OSError, seconds: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {seconds:.3g} s"
+    number = error.errno or 0
+    return _REASONS.get(number, os.strerror(number) if number else str(error))
 
 
 def look_up(host: str, port: int, deadline: Deadline) -> _Found | str:
@@ -114,30 +165,6 @@ def _resolve(host: str, port: int, flags: int) -> _Found:
         if item not in found:
             found.append(item)  # type: ignore[arg-type]
     return found
-
-
-def _connect(
-    family: socket.AddressFamily,
-    target: _Target,
-    seconds: float,
-    total: float,
-) -> str | None:
-    """Connect to one address; return None, or the reason why it fails."""
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as sock:
-            # 0 would mean "don't wait at all" and end in a meaningless error.
-            sock.settimeout(max(seconds, 0.001))
-            sock.connect(target)
-            # On one machine the kernel may choose the very port that is dialed as the
-            # source of the connection: then this process is connected to itself.
-            if sock.getsockname() == sock.getpeername():
-                return _REASONS[errno.ECONNREFUSED]
-    except TimeoutError:
-        return f"no answer within {total:g} s"
-    except OSError as error:
-        number = error.errno or 0
-        return _REASONS.get(number, os.strerror(number) if number else str(error))
-    return None
 
 
 FIRST_SECONDS = 10.0

@@ -89,22 +89,22 @@ MEMBERS = {"job": "a", "epoch": 1, "ranks": [0], "size": 1, "step": 1, "pause": 
 @pytest.mark.parametrize(
     "line",
     [
-        *(b"", b"1", b"[" * 100_000, b"\xff\xfe"),
+        *(b"", b"1", b"[" * 100_000, b"\xff\xfe", b'{"Members": 1}', b'{"No": {}}'),
         *(
             json.dumps(value).encode()
             for value in (
-                {name: REPORT[name] for name in ("job", "rank", "error")},
-                *(REPORT | {"rank": "x"}, REPORT | {"blames": float("inf")}),
-                {"members": 1},
-                {"members": {name: MEMBERS[name] for name in list(MEMBERS)[:-1]}},
-                {"members": MEMBERS | {"ranks": [], "size": 0}},
+                {"Report": {name: REPORT[name] for name in ("job", "rank", "error")}},
+                {"Report": REPORT | {"rank": "x"}},
+                {"Report": REPORT | {"blames": float("inf")}},
+                {"Members": {name: MEMBERS[name] for name in list(MEMBERS)[:-1]}},
+                {"Members": MEMBERS | {"ranks": [], "size": 0}},
             )
         ),
     ],
 )
 def test_what_isnt_a_report_says_nothing(pipe, line):
-    assert decode(json.dumps(REPORT).encode())
-    assert decode(json.dumps({"members": MEMBERS}).encode())
+    assert decode(json.dumps({"Report": REPORT}).encode())
+    assert decode(json.dumps({"Members": MEMBERS}).encode())
     assert decode(line) is None
     os.write(pipe.writing, line[:1000] + b"\n")
     assert pipe.read() == []
@@ -112,7 +112,7 @@ def test_what_isnt_a_report_says_nothing(pipe, line):
 
 def test_half_a_line_waits_for_its_end(pipe):
     report = Report(job="a.1", rank=0, error="WorkerLost", blames=3)
-    line = report.encode()
+    line = launcher_pipe.encode(report)
     os.write(pipe.writing, line[:10])
     assert pipe.read() == []
     os.write(pipe.writing, line[10:])

@@ -2,6 +2,7 @@ import contextlib
 import queue
 import socket
 import threading
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 from groups import addresses_of
@@ -62,13 +63,12 @@ def test_a_message_while_lines_are_closed_leaves_no_thread(monkeypatch):
     with contextlib.ExitStack() as undo:
         mine = Lines(2, undo).of(Member(0))
         mine.send(Member(1), Gone())
-        join = threading.Thread.join
 
-        def joined(thread, timeout=None):
+        def waited(lines, timeout=None):
             mine.send(Member(1), Gone())
-            join(thread, timeout)
+            return wait(lines, timeout)
 
-        monkeypatch.setattr(threading.Thread, "join", joined)
+        monkeypatch.setattr("kerasdist.collectives.elastic.peer_messenger.wait", waited)
         mine.close()
         assert not [t for t in threading.enumerate() if "line to" in t.name]
 

@@ -30,8 +30,8 @@ def report(owner, name, before=None, after=None):
     setattr(owner, name, call)
 
 report(connecting, "discover_members", "listening", "asked")
-report(startup.Arrival, "gather", "gathering", "gathered")
-report(startup.Arrival, "report", "reporting", "reported")
+report(startup.Session, "_gather", "gathering", "gathered")
+report(startup.Session, "_report", "reporting", "reported")
 report(startup.Session, "dial", "dialing", "dialed")
 report(startup.Session, "answer", "answering", "answered")
 report(elastic_job, "catch_up", "connected")
