@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kerasdist.layers.sharded import FullTensor, Sharded, refuse_extras
+from kerasdist.layers.sharded import Sharded, refuse_extras
 
 # An Embedding layer over several devices.
 
@@ -66,7 +66,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
         """Create the shards."""
         if self.built:
             return
-        table = FullTensor(shape=(self.input_dim, self.output_dim), axis=self._axis)
+        table = (self.input_dim, self.output_dim), self._axis
         # Its inputs are words: there's nothing to cast.
         self._make_shards({"embeddings": table}, _look_up, autocast=False)
         self.built = True
@@ -213,9 +213,9 @@ class ShardedDense(Sharded, keras.layers.Dense):
                 outputs = keras.ops.add(outputs, shard.bias)
             return outputs if activation is None else activation(outputs)
 
-        wholes = {"kernel": FullTensor(shape=(rows, self.units), axis=self._axis)}
+        wholes: dict[str, Any] = {"kernel": ((rows, self.units), self._axis)}
         if biased:
-            wholes["bias"] = FullTensor(shape=(self.units,), axis=0)
+            wholes["bias"] = (self.units,), 0
         self._make_shards(wholes, compute)
         if self.use_bias and not biased:
             self._bias = self.add_weight(
