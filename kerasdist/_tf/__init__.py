@@ -8,14 +8,12 @@ This module has the parts of `tf.distribute` that strategies need.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import tensorflow_server_pb2
-from tensorflow.python import pywrap_tfe
+from tensorflow.core.function.trace_type import default_types
 from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.client import device_lib
@@ -136,19 +134,20 @@ def device_memory() -> dict[str, int]:
 
 
 def own_variable(
-    value: Any, dtype: Any, device: str = "", *, trainable: bool = False
+    value: Any, dtype: Any, device: str = "", *, trainable: bool = False, **options: Any
 ) -> Any:
     """Create a variable of this process alone, also within a strategy's scope.
 
     Args:
-        value: Its initial value.
+        value: Its initial value, or a function that returns it.
         dtype: Its dtype.
         device: Where it is; by default in host memory.
         trainable: As of `tf.Variable`.
+        **options: Likewise.
     """
     with tf.init_scope(), tf.device(device or host_of("/device:CPU:0")):
         return resource_variable_ops.ResourceVariable(
-            value, dtype=dtype, trainable=trainable
+            value, dtype=dtype, trainable=trainable, **options
         )
 
 
@@ -159,14 +158,8 @@ def variable_of_any_shape(dtype: Any, device: str) -> Any:
         dtype: Its dtype.
         device: Where it is.
     """
-    with tf.init_scope(), tf.device(device):
-        return resource_variable_ops.ResourceVariable(
-            tf.zeros([0], dtype),
-            dtype=dtype,
-            trainable=False,
-            shape=tf.TensorShape(None),
-            validate_shape=False,
-        )
+    shape = {"shape": tf.TensorShape(None), "validate_shape": False}
+    return own_variable(lambda: tf.zeros([0], dtype), dtype, device, **shape)
 
 
 class _WithoutValue(resource_variable_ops.UninitializedVariable):
@@ -234,49 +227,6 @@ def seeding() -> object:
     return getattr(context.context(), "_rng", None)
 
 
-def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
-    """Start this process's gRPC server for collectives, or add workers to it.
-
-    Devices are then called `/job:worker/replica:0/task:<rank>/device:...`. The server
-    can't be stopped: it runs until the process ends. It listens on all of the
-    machine's addresses, whichever is given for it.
-
-    Args:
-        rank: This worker's rank: always the same in one process.
-        addresses: `"host:port"` of workers by rank, including this one's.
-
-    Raises:
-        tf.errors.OpError: The port is in use. Nothing has changed.
-    """
-    ctx = context.context()
-    ctx.ensure_initialized()
-    # With the devices, threads and memory limits that the user has configured.
-    config = copy.deepcopy(ctx.config)
-    config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
-    del config.device_filters[:]
-    config.device_filters.append(f"/job:worker/task:{rank}")
-    server = tensorflow_server_pb2.ServerDef(
-        default_session_config=config,
-        job_name="worker",
-        task_index=rank,
-        protocol="grpc",
-    )
-    job = server.cluster.job.add()
-    job.name = "worker"
-    for task, address in addresses.items():
-        job.tasks[task] = address
-    # As `context.enable_collective_ops` does, which warns every time.
-    pywrap_tfe.TFE_EnableCollectiveOps(ctx._handle, server.SerializeToString())
-    ctx._collective_ops_server_def = server
-    ctx._initialize_logical_devices()
-    ctx._clear_caches()
-
-
-def abort_collectives(message: str) -> None:
-    """Fail all of this process's pending and later collectives; can't be undone."""
-    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
-
-
 MirroredExtended = mirrored_strategy.MirroredExtended
 ReduceOp = reduce_util.ReduceOp
 DistributedValues = values.DistributedValues
@@ -307,44 +257,17 @@ class OptionalBatch:
         return self.batch
 
 
-class _SameForAll(tf.types.experimental.TraceType):
+class SameForAll(default_types.Literal):
     """The type of arguments in whose place a `tf.function` is traced with one value.
 
     Args:
-        value: The value.
+        value: The value, which is compared by identity.
     """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def is_subtype_of(self, other: Any) -> bool:
-        """See `TraceType`."""
-        return bool(self == other)
-
-    def most_specific_common_supertype(self, others: Any) -> _SameForAll | None:
-        """See `TraceType`."""
-        return self if all(self == other for other in others) else None
-
-    def placeholder_value(self, placeholder_context: Any) -> Any:
-        """See `TraceType`."""
-        del placeholder_context
-        return self._value
 
     def cast(self, value: Any, cast_context: Any) -> Any:
         """See `TraceType`."""
         del value, cast_context
-        return self._value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameForAll) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def same_for_all(value: Any) -> Any:
-    """Return the tracing type of arguments for which `value` is traced."""
-    return _SameForAll(value)
+        return self.value
 
 
 def not_converted(function: Any) -> Any:

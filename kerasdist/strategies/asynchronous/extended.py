@@ -253,7 +253,7 @@ class LoopIterator(_tf.DistributedIterator):
 
     def __tf_tracing_type__(self, context: Any) -> Any:
         # A function isn't traced again for each pass.
-        return _tf.same_for_all(self._loop._in_graphs)
+        return _tf.SameForAll(self._loop._in_graphs)
 
     def __del__(self) -> None:
         # `break`, or an error in the loop. Nothing may wait here.
