@@ -24,9 +24,9 @@ from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.evaluation import (
     Batches,
-    ByLayout,
     EvaluatedPart,
     MetricTotals,
+    by_layout,
     is_of_fit,
 )
 from kerasdist._keras.elastic.finished_calls import refuse_newcomer
@@ -275,7 +275,7 @@ class ElasticStep(ContinuableStep):
         self._traced: list[LateUpdates] = []
         self._epoch = elastic.epoch
         self._ranks = tuple(hooks.workers.communicator.ranks)
-        self._calls = ByLayout(hooks.workers, lambda: instrument(self._make))
+        self._calls = by_layout(hooks.workers, lambda: instrument(self._make))
         self._shadow = Shadow()
         # The variables that the running step has kept.
         self._saved: list[Any] = []
@@ -283,7 +283,7 @@ class ElasticStep(ContinuableStep):
 
     def __call__(self, iterator: Any) -> Any:
         """See `ContinuableStep.__call__`."""
-        with translating(self._hooks):
+        with translating(self._hooks.workers.failure):
             return self._take_steps(iterator)
 
     def _take_steps(self, iterator: Any) -> Any:
@@ -321,7 +321,7 @@ class ElasticStep(ContinuableStep):
         spec = Batches(iterator, self._hooks).spec
         if spec is None or self._trainer.run_eagerly or self._hooks.timer.running:
             return
-        with translating(self._hooks):
+        with translating(self._hooks.workers.failure):
             self._calls(EvaluatedPart(None, spec))
 
     def _with_present(self, call: Callable[[], Any]) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -219,7 +219,11 @@ def _segment(
                 masking.set_keras_mask(tensor, mask)
         counts = [len(layer._losses) for layer in every]
         running = _tf.replaced(_state, seeds=seeds, second_run=second_run, drawn=0)
-        with running, calling(calls), _in_context(context):
+        # So that there is one before, also in a thread that has called no layer.
+        global_state.set_global_attribute("current_call_ctx", _context())
+        state = global_state.GLOBAL_STATE_TRACKER
+        in_context = _tf.replaced(state, current_call_ctx=context)
+        with running, calling(calls), in_context:
             outputs = run(given)
         losses = [layer._losses[n:] for layer, n in zip(every, counts, strict=True)]
         for layer, count in zip(every, counts, strict=True):
@@ -279,16 +283,6 @@ def _segment(
     for layer, losses in zip(every, known["losses"], strict=True):
         layer._losses.extend(flat.pop(0) for _ in losses)
     return tree.pack_sequence_as(known["outputs"], leaves)
-
-
-@contextlib.contextmanager
-def _in_context(context: Any) -> Iterator[None]:
-    before = _context()
-    global_state.set_global_attribute("current_call_ctx", context)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("current_call_ctx", before)
 
 
 def _after(tensor: Any, gradients: Any) -> Any:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from keras.src import backend, tree
 
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
+from kerasdist._keras.protocols import translating
 from kerasdist._keras.unscoped_models import can_be_called
 from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import facets_of
@@ -140,15 +141,16 @@ def make_function(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
     ensure_planned(trainer, placer, _next.example)
     with trainer.distribute_strategy.scope():
         prepare(trainer, placer)
+    name = original.__name__.removeprefix("make_")
+    before = getattr(trainer, name)
     original(trainer, *args, **kwargs)
-    for kind in ("train", "test", "predict"):
-        function = getattr(trainer, f"{kind}_function")
-        if function is not None and not isinstance(function, _Recorded):
-            if kind == "train":
-                function = _count(trainer, function)
-            recorded = _Recorded(placer, trainer, kind, function)
-            setattr(trainer, f"{kind}_function", recorded)
-    return getattr(trainer, original.__name__.removeprefix("make_"))
+    function = getattr(trainer, name)
+    if function is not before:
+        if name == "train_function":
+            function = _count(trainer, function)
+        kind = name.removesuffix("_function")
+        setattr(trainer, name, _recorded(placer, trainer, kind, function))
+    return getattr(trainer, name)
 
 
 def init_epoch_iterator(
@@ -179,24 +181,23 @@ class _Next(threading.local):
 _next = _Next()
 
 
-class _Recorded:
-    """A train, test or predict function, whose first call is recorded."""
+def _recorded(
+    placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a train, test or predict function whose first call is recorded."""
+    optimizer = getattr(getattr(trainer, "optimizer", None), "name", "")
+    first = not trainer.run_eagerly
 
-    def __init__(
-        self, placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
-    ) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._placer, self._kind = placer, kind
-        self._optimizer = getattr(getattr(trainer, "optimizer", None), "name", "")
-        self._first = not trainer.run_eagerly
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return function(*args, **kwargs)
+        first = False
+        with placer.recording(kind, _next.rows, optimizer):
+            return function(*args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._first:
-            return self._function(*args, **kwargs)
-        self._first = False
-        with self._placer.recording(self._kind, _next.rows, self._optimizer):
-            return self._function(*args, **kwargs)
+    return call
 
 
 def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,13 +248,8 @@ def begun_with_batch(step_function: Callable[..., Any]) -> Callable[..., Any]:
 
 def name_the_lost(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace methods that train or use a model: raise the lost worker's error."""
-    try:
+    with translating(facets_of(trainer.distribute_strategy).failure):
         return original(trainer, *args, **kwargs)
-    except tf.errors.OpError as error:
-        failure = failure_behind(trainer, error)
-        if failure is None:
-            raise
-        raise failure from error
 
 
 def failure_behind(trainer: Any, error: Exception) -> Exception | None:

@@ -357,14 +357,12 @@ def on_one_device(model: Any) -> Iterator[None]:
     state = whole_state(model)
     _check_room(first, sum(_tf.bytes_of(v) for v in state if v.device != first))
     kept = [(v, v.numpy()) for v in state if v.device == first]
-    before = facets.placer, facets.micro_batches, facets.rematerialize
+    placer = _OneDevice(facets.placer)
+    whole = _tf.replaced(facets, placer=placer, micro_batches=1, rematerialize=False)
     try:
-        with copied_to(model, first):
-            facets.placer = _OneDevice(facets.placer)
-            facets.micro_batches, facets.rematerialize = 1, False
+        with copied_to(model, first), whole:
             yield
     finally:
-        facets.placer, facets.micro_batches, facets.rematerialize = before
         for variable, value in kept:
             variable.assign(value)
 
