@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -248,12 +249,11 @@ class ShardedDense(Sharded, keras.layers.Dense):
             parts = [shard(inputs) for shard in self._parts()]
             outputs = parts[0] if len(parts) == 1 else tf.concat(parts, -1)
         else:
-            outputs = _add(
-                [
-                    shard(inputs[..., own])
-                    for shard, own in zip(self._parts(), self._slices, strict=True)
-                ]
-            )
+            parts = [
+                shard(inputs[..., own])
+                for shard, own in zip(self._parts(), self._slices, strict=True)
+            ]
+            outputs = functools.reduce(keras.ops.add, parts)
             if self._bias is not None:
                 outputs = keras.ops.add(outputs, self._bias)
         if self.activation is not None and not self._by_shard():
@@ -264,10 +264,3 @@ class ShardedDense(Sharded, keras.layers.Dense):
 # Keras calls a layer's place in a file by the class: the files of sharded and plain
 # layers can be exchanged.
 ShardedDense.__name__ = "Dense"
-
-
-def _add(parts: list[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = keras.ops.add(total, part)
-    return total

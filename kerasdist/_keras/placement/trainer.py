@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import keras
 import tensorflow as tf
 from keras.src import backend, tree
 
+from kerasdist._keras.context import current
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
 from kerasdist._keras.protocols import translating
 from kerasdist._keras.unscoped_models import can_be_called
@@ -138,7 +138,7 @@ def make_function(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
     if placer is None:
         return original(trainer, *args, **kwargs)
     _check(trainer)
-    ensure_planned(trainer, placer, _next.example)
+    ensure_planned(trainer, placer, current.next_batch)
     with trainer.distribute_strategy.scope():
         prepare(trainer, placer)
     name = original.__name__.removeprefix("make_")
@@ -160,25 +160,10 @@ def init_epoch_iterator(
     original(iterator, *args, **kwargs)
     placer = placer_of(iterator._distribute_strategy)
     if placer is not None:
-        _next.rows = iterator.data_adapter.batch_size
-        _next.example = None
+        current.next_rows = iterator.data_adapter.batch_size
+        current.next_batch = None
         if placer.needs_plan:
-            _next.example = iterator.data_adapter.get_tf_dataset().element_spec
-
-
-class _Next(threading.local):
-    """The known facts about the batches of this thread's next loop.
-
-    Attributes:
-        rows: Their number of rows, or None.
-        example: A batch's specification, if a placement is planned by it; or None.
-    """
-
-    rows: int | None = None
-    example: Any = None
-
-
-_next = _Next()
+            current.next_batch = iterator.data_adapter.get_tf_dataset().element_spec
 
 
 def _recorded(
@@ -194,7 +179,7 @@ def _recorded(
         if not first:
             return function(*args, **kwargs)
         first = False
-        with placer.recording(kind, _next.rows, optimizer):
+        with placer.recording(kind, current.next_rows, optimizer):
             return function(*args, **kwargs)
 
     return call

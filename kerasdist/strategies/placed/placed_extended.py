@@ -166,14 +166,11 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
             return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        with self._step():
+        with placed_step(self.kerasdist):
             if _tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             with gradient_placement.replica_of(self._container_strategy()):
                 return fn(*args, **kwargs)
-
-    def _step(self) -> contextlib.AbstractContextManager[None]:
-        return placed_step(self.kerasdist)
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         with gradient_placement.update_on(var.device):
