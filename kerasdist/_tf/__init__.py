@@ -92,11 +92,6 @@ def is_recording() -> bool:
     return bool(record.could_possibly_record())
 
 
-def stop_recording() -> Any:
-    """Pause all `tf.GradientTape`s for a `with` block."""
-    return record.stop_recording()
-
-
 def in_use() -> bool:
     """Return whether this process's TensorFlow has set up its devices."""
     return bool(context.context()._initialized)
@@ -162,18 +157,16 @@ def variable_of_any_shape(dtype: Any, device: str) -> Any:
     return own_variable(lambda: tf.zeros([0], dtype), dtype, device, **shape)
 
 
-class _WithoutValue(resource_variable_ops.UninitializedVariable):
-    """A variable that has a shape and a dtype, but never a value."""
+class VariableWithoutValue(resource_variable_ops.UninitializedVariable):
+    """A variable without memory: it has a shape and a dtype, but never a value.
+
+    Values that are assigned to it are lost.
+    """
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
     assign_add = assign_sub = assign
-
-
-def variable_without_value(shape: Any, dtype: Any, trainable: bool, name: str) -> Any:
-    """Create a variable without memory: values that are assigned to it are lost."""
-    return _WithoutValue(shape=shape, dtype=dtype, trainable=trainable, name=name)
 
 
 def as_operation(value: Any) -> Any:
@@ -230,6 +223,22 @@ def seeding() -> object:
 MirroredExtended = mirrored_strategy.MirroredExtended
 ReduceOp = reduce_util.ReduceOp
 DistributedValues = values.DistributedValues
+# Pauses all `tf.GradientTape`s for a `with` block.
+stop_recording = record.stop_recording
+# Returns a local replica's part of a nest of per-replica values, given its index among
+# this worker's.
+select_replica = distribute_utils.select_replica
+# Reduces a value that isn't per replica, by TensorFlow's own rule.
+reduce_undistributed = cross_device_ops.reduce_non_distributed_value
+# Returns a distributed dataset whose elements go to the local replicas in turn.
+distribute_from_function = input_util.get_distributed_datasets_from_function
+# A TensorFlow 1 iterator: elements go to the local replicas in turn.
+InputFunctionIterator = input_lib_v1.InputFunctionIterator
+# A dataset with each batch cut into parts, which may be empty.
+RebatchDataset = distribute_data._LegacyRebatchDataset
+# A worker's shard of a dataset, by the policy in the dataset's options. It raises
+# NotFoundError if the policy is FILE, and the dataset reads no files.
+AutoShardDataset = distribute_data._AutoShardDataset
 # `for` statements in a `tf.function` call `reduce` of the one, and
 # `get_next_as_optional` of the other.
 DistributedIterable = distribute_types.Iterable
@@ -309,16 +318,6 @@ def regroup(local: list[Any]) -> Any:
     return distribute_utils.regroup(tuple(local), always_wrap=True)
 
 
-def select_replica(index: int, nest: Any) -> Any:
-    """Return a local replica's part of a nest of per-replica values.
-
-    Args:
-        index: The replica's index among this worker's.
-        nest: The values.
-    """
-    return distribute_utils.select_replica(index, nest)
-
-
 def devices_of(destinations: Any) -> tuple[str, ...]:
     """Return the devices that the `destinations` of a reduction stand for."""
     if isinstance(destinations, tuple):
@@ -335,13 +334,6 @@ def broadcast_to_devices(tensor: Any, devices: tuple[str, ...]) -> Any:
     return mirrored(copies)
 
 
-def reduce_undistributed(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
-    """Reduce a value that isn't per replica, by TensorFlow's own rule."""
-    return cross_device_ops.reduce_non_distributed_value(
-        op, value, destinations, replicas
-    )
-
-
 def initial_tensor(value: Any, dtype: Any) -> Any:
     """Return the tensor that a variable's `initial_value` argument stands for."""
     if callable(value):
@@ -349,24 +341,6 @@ def initial_tensor(value: Any, dtype: Any) -> Any:
     if isinstance(value, trackable.CheckpointInitialValue):
         value = value.wrapped_value
     return tf.convert_to_tensor(value, dtype=dtype)
-
-
-def input_context(pipelines: int, index: int, replicas: int) -> Any:
-    """Return the context that a dataset function is called with."""
-    return distribute_lib.InputContext(
-        num_input_pipelines=pipelines,
-        input_pipeline_id=index,
-        num_replicas_in_sync=replicas,
-    )
-
-
-def distribute_from_function(
-    function: Any, workers: Any, where: Any, strategy: Any, options: Any = None
-) -> Any:
-    """Return a distributed dataset whose elements go to the local replicas in turn."""
-    return input_util.get_distributed_datasets_from_function(
-        function, workers, [where], strategy, options=options
-    )
 
 
 class PartsDataset:
@@ -478,11 +452,6 @@ def _per_replica_spec(part: Any, replicas: int) -> Any:
     )
 
 
-def input_fn_iterator(function: Any, workers: Any, where: Any, strategy: Any) -> Any:
-    """Return a TensorFlow 1 iterator: elements go to the local replicas in turn."""
-    return input_lib_v1.InputFunctionIterator(function, workers, [where], strategy)
-
-
 def static_batch_size(dataset: Any) -> int | None:
     """Return the batch size that a dataset was batched with; None if not known.
 
@@ -490,20 +459,6 @@ def static_batch_size(dataset: Any) -> int | None:
     """
     size = int(distribute_data.compute_batch_size(dataset))
     return None if size < 0 else size
-
-
-def rebatch_each(dataset: Any, parts: int) -> Any:
-    """Return a dataset with each batch cut into parts, which may be empty."""
-    return distribute_data._LegacyRebatchDataset(dataset, parts)
-
-
-def auto_shard(dataset: Any, workers: int, index: int, replicas: int) -> Any:
-    """Return a worker's shard of a dataset, by the policy in the dataset's options.
-
-    Raises:
-        tf.errors.NotFoundError: The policy is FILE, and the dataset reads no files.
-    """
-    return distribute_data._AutoShardDataset(dataset, workers, index, replicas)
 
 
 def call_replica(

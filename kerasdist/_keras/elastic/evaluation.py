@@ -353,16 +353,22 @@ def by_layout(
     return lambda argument: made(workers.rank, *workers.job.replicas)(argument)
 
 
-def repeated(elastic: ElasticHooks | None, call: Callable[[], Any]) -> Any:
+def repeated(
+    elastic: ElasticHooks | None,
+    call: Callable[[], Any],
+    before: Callable[[], None] = lambda: None,
+) -> Any:
     """Return what a call returns whose workers stay the same from beginning to end.
 
     Args:
         elastic: The changes of membership; None if there are none.
         call: May be called several times, and must begin at the same state itself.
+        before: Is called each time before it, whether or not the workers change.
     """
     if elastic is None:
         return call()
     while True:
+        before()
         try:
             with elastic.section():
                 return call()

@@ -13,6 +13,7 @@ is called as often, and the data may end in between.
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from kerasdist._keras.elastic.evaluation import (
     MetricTotals,
     by_layout,
     is_of_fit,
+    repeated,
 )
 from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.joining import Admission
@@ -325,17 +327,13 @@ class ElasticStep(ContinuableStep):
             self._calls(EvaluatedPart(None, spec))
 
     def _with_present(self, call: Callable[[], Any]) -> Any:
+        def checked() -> Any:
+            self._check()
+            return call()
+
         while True:
-            self._adapt_to_members()
-            try:
-                with self._elastic.section():
-                    self._check()
-                    return call()
-            except _OutdatedError:
-                continue
-            except Exception as error:
-                if not self._elastic.has_changed(error):
-                    raise
+            with contextlib.suppress(_OutdatedError):
+                return repeated(self._elastic, checked, self._adapt_to_members)
 
     def _take_step(self, batches: Batches) -> Any:
         """Take a step on the next batch, as often as the workers change in it."""

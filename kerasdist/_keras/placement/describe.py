@@ -504,8 +504,11 @@ def _create(create: Callable[..., Any], **kwargs: Any) -> Any:
     shape, dtype = _spec(kwargs["initial_value"], kwargs.get("dtype"))
     if shape.num_elements() is not None and shape.num_elements() <= _FEW_ELEMENTS:
         return create(**kwargs)
-    return _tf.variable_without_value(
-        shape, dtype, bool(kwargs.get("trainable")), kwargs.get("name") or "variable"
+    return _tf.VariableWithoutValue(
+        shape=shape,
+        dtype=dtype,
+        trainable=bool(kwargs.get("trainable")),
+        name=kwargs.get("name") or "variable",
     )
 
 
