@@ -39,7 +39,6 @@ from kerasdist._tf.compiled_step import compiled_in_parts as compiled_in_parts
 from kerasdist._tf.compiled_step import in_parts as in_parts
 from kerasdist._tf.compiled_step import in_xla as in_xla
 from kerasdist._tf.compiled_step import outside_of_xla as outside_of_xla
-from kerasdist._tf.tensor_origins import function_graph as function_graph
 
 # Attributes for the length of a block, and what tensors of all kinds have.
 
@@ -80,11 +79,6 @@ def sparse_rows(tensor: Any, start: Any, size: Any) -> Any:
 _SEEDS_APART = 1_000_003
 
 # The eager context: devices, variables, seeds and collectives of this process.
-
-
-def executing_eagerly() -> bool:
-    """Return whether operations run at once instead of being put into a graph."""
-    return bool(context.executing_eagerly())
 
 
 def is_recording() -> bool:
@@ -201,7 +195,7 @@ def own_seed(replica: int) -> Iterator[None]:
     all workers: that of replica 0 stays what it is. Graphs that are made in the block
     inherit it.
     """
-    eager = executing_eagerly()
+    eager = tf.executing_eagerly()
     holder = context.context() if eager else tf.compat.v1.get_default_graph()
     seed = holder._seed
     own = holder._seed = None if seed is None else seed + _SEEDS_APART * replica
@@ -476,7 +470,7 @@ def call_replica(
         kwargs: Its keyword arguments, likewise.
         device: Where its operations are placed; None leaves that to TensorFlow.
     """
-    if not executing_eagerly() and not isinstance(fn, def_function.Function):
+    if not tf.executing_eagerly() and not isinstance(fn, def_function.Function):
         fn = autograph.tf_convert(fn, autograph_ctx.control_status_ctx())
     place = contextlib.nullcontext() if device is None else tf.device(device)
     with place, distribute_lib.ReplicaContext(strategy, replica):

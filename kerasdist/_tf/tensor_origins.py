@@ -305,6 +305,17 @@ def constant(tensor: Any) -> Any | None:
     )
 
 
+def functions_of(operation: Any) -> Iterator[str]:
+    """Yield the names of the functions that an operation calls, also of branches."""
+    if operation.type in ("Const", "Placeholder"):
+        return
+    for attribute in operation.node_def.attr.values():
+        if attribute.HasField("func"):
+            yield attribute.func.name
+        for each in attribute.list.func:
+            yield each.name
+
+
 def function_graph(graph: Any, name: str) -> Any:
     """Return the graph of a function that a graph's operations call; or None."""
     return getattr(graph._get_function(name), "graph", None)

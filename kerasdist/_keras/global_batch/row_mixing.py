@@ -113,7 +113,7 @@ def _is_mixed(what: str, function: Any, y_true: Any, y_pred: Any, dtype: Any) ->
     kind = None
     if all(each is not None for each in tree.flatten(given)):
         kind = kind_of_function(function, *given)
-    if _tf.executing_eagerly():
+    if tf.executing_eagerly():
         return kind in (None, FUNCTION, MIXED, SUM)
     hooks = current.hooks
     if kind is None and hooks is not None and not current.building:

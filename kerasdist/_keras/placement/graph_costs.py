@@ -32,7 +32,8 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.tensor_origins import CALLS, CASES, IFS, WHILES, reached
+from kerasdist._tf import tensor_origins
+from kerasdist._tf.tensor_origins import WHILES, function_graph, reached
 from kerasdist.placement.partition import LayerCost, TensorCost
 
 # Kinds of operations.
@@ -52,7 +53,7 @@ _TRANSPOSED = {
     "Conv3DBackpropInputV2",
     "DepthwiseConv2dNativeBackpropInput",
 }
-_BRANCHES = {*CASES, *IFS}
+_CALLS = {*tensor_origins.CALLS, *tensor_origins.CASES, *tensor_origins.IFS}
 # They add an item to a list; from each to the number of the input that is the item.
 _LIST_ITEM = {"TensorListPushBack": 1, "TensorListSetItem": 2}
 # They read a shape, not the elements: TensorFlow replaces them by constants.
@@ -309,20 +310,16 @@ def _flops(op: Any) -> float:
         channels = kernel[-1] * (kernel[-2] if kind.startswith("Depthwise") else 1)
         return 2.0 * _elements(side) * math.prod(kernel) / max(channels, 1)
     if kind in WHILES:
-        return _loop_steps(op) * _function_flops(op, op.get_attr("body"))
-    if kind in CALLS:
-        return _function_flops(op, op.get_attr("f"))
-    if kind in _BRANCHES:
-        if kind.endswith("Case"):
-            branches = list(op.get_attr("branches"))
-        else:
-            branches = [op.get_attr("then_branch"), op.get_attr("else_branch")]
-        return max((_function_flops(op, branch) for branch in branches), default=0.0)
+        return _loop_steps(op) * _function_flops(op, op.get_attr("body").name)
+    if kind in _CALLS:
+        # Of branches the one with the most.
+        flops = (_function_flops(op, name) for name in tensor_origins.functions_of(op))
+        return max(flops, default=0.0)
     return float(sum(map(_elements, op.outputs)))
 
 
-def _function_flops(op: Any, function: Any) -> float:
-    graph = _tf.function_graph(op.graph, function.name)
+def _function_flops(op: Any, name: str) -> float:
+    graph = function_graph(op.graph, name)
     return 0.0 if graph is None else sum(map(_flops, graph.get_operations()))
 
 
@@ -364,7 +361,7 @@ def _loop_lists(loop: Any) -> dict[int, tuple[str, int]]:
         each iteration puts into the list, and the bytes of the full list. Lists of one
         tensor share its memory. Lists of anything but data are left out.
     """
-    body = _tf.function_graph(loop.graph, loop.get_attr("body").name)
+    body = function_graph(loop.graph, loop.get_attr("body").name)
     if body is None:
         return {}
     count = _loop_steps(loop)

@@ -68,7 +68,7 @@ def in_micro_batches(
         rematerialize: Whether activations are recomputed instead of kept.
         clock: Measures the stages, if the step is measured.
     """
-    graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else len(graph.get_operations())
     with (
         dividing(micro_batches, _merge_slices) as marks,
@@ -86,7 +86,7 @@ def _merge_slices(gradient: Any, marks: Any) -> Any:
     """Add up the slices of a gradient that each micro-batch has for one lookup."""
     if (
         not isinstance(gradient, tf.IndexedSlices)
-        or _tf.executing_eagerly()
+        or tf.executing_eagerly()
         or not marks.calls
     ):
         return gradient
