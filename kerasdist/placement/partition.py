@@ -73,7 +73,8 @@ class Run:
         return math.ceil(self.batch_size / self.micro_batches)
 
 
-@dataclasses.dataclass(kw_only=True)
+# With a hash, so that a plan has one.
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LayerCost:
     """The costs of one layer that is placed on a device as a whole.
 
