@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -37,15 +38,11 @@ class _ChiefsCall:
 
     Attributes:
         number: The number of collectives that had been finished.
-        callback: The callback.
-        method: The name of its method.
-        call: Runs it.
+        run: Runs it.
     """
 
     number: int
-    callback: Any
-    method: str
-    call: Callable[[], Any]
+    run: Callable[[], Any]
 
 
 class ChiefFailover:
@@ -87,9 +84,11 @@ class ChiefFailover:
                 return
         elif isinstance(callback, keras.callbacks.CSVLogger):
             _add(self._loggers, callback)
+            if method == "on_epoch_end":
+                call = functools.partial(_write_row_once, callback, call)
         finished = self._elastic.finished
         self._kept = [each for each in self._kept if each.number >= finished]
-        self._kept.append(_ChiefsCall(finished, callback, method, call))
+        self._kept.append(_ChiefsCall(finished, call))
 
     def look(self) -> None:
         """Continue the files if this worker has become the chief.
@@ -118,11 +117,7 @@ class ChiefFailover:
         for board in boards:
             _open_files(board)
         for each in kept:
-            is_logger = isinstance(each.callback, keras.callbacks.CSVLogger)
-            if is_logger and each.method == "on_epoch_end":
-                _write_row_once(each.callback, each.call)
-            else:
-                each.call()
+            each.run()
 
 
 def take_over() -> None:

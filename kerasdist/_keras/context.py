@@ -70,6 +70,23 @@ class StepContext(threading.local):
         after_batch: Whether callbacks are called at the end of a batch of `fit`.
         succession: The `chief_failover.ChiefFailover` of a `fit` in which the
             chief may be lost; else None.
+        calls: The layers that are being called with a placement, outer first, each with
+            its paths and device.
+        variable_device: The device of the variable that is being created there, or
+            None.
+        unchecked: A placed model whose layers aren't all known before it's called.
+        exporting: Whether calls are for a file that holds no devices.
+        next_rows: The rows of a batch of the next loop of a placed model, or None.
+        next_batch: The specification of that batch, if a placement is planned by it; or
+            None.
+        parts: The number of parts into which the batch of a model's call is divided.
+        marks: The `placement.micro_batches.Marks` in the graph that is being made.
+        part: The rows of the part that a model is being called on, or None.
+        rematerializing: Whether activations are recomputed.
+        seeds: The seeds that the running segment of layers, whose activations are
+            recomputed, has drawn or draws; None outside.
+        second_run: Whether that segment is in its second run.
+        drawn: How many seeds it has taken in its second run.
         replace_callbacks: Called by an outermost `fit` with its trainer and the
             callbacks that it was given; returns those that it has. None: as given.
     """
@@ -111,6 +128,19 @@ class StepContext(threading.local):
     following: bool = False
     after_batch: bool = False
     succession: Any = None
+    calls: tuple[tuple[tuple[str, ...], str | None], ...] = ()
+    variable_device: str | None = None
+    unchecked: Any = None
+    exporting: bool = False
+    next_rows: int | None = None
+    next_batch: Any = None
+    parts: int = 1
+    marks: Any = None
+    part: Any = None
+    rematerializing: bool = False
+    seeds: list[Any] | None = None
+    second_run: bool = False
+    drawn: int = 0
     replace_callbacks: Callable[[Any, list[Any]], list[Any]] | None = None
     _summed: tuple[Any, Any] | None = None
 

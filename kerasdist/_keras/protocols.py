@@ -320,12 +320,16 @@ def current_hooks() -> KerasHooks | None:
 
 
 @contextlib.contextmanager
-def translating(hooks: KerasHooks) -> Iterator[None]:
-    """Raise the job's failure in place of TensorFlow's error from inside a graph."""
+def translating(find: Callable[[Exception], Exception | None]) -> Iterator[None]:
+    """Raise the job's failure in place of TensorFlow's error from inside a graph.
+
+    Args:
+        find: Returns the failure behind such an error; None if there is none.
+    """
     try:
         yield
     except tf.errors.OpError as error:
-        failure = hooks.workers.failure(error)
+        failure = find(error)
         if failure is None:
             raise
         try:

@@ -8,14 +8,12 @@ This module has the parts of `tf.distribute` that strategies need.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import tensorflow_server_pb2
-from tensorflow.python import pywrap_tfe
+from tensorflow.core.function.trace_type import default_types
 from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.client import device_lib
@@ -41,7 +39,6 @@ from kerasdist._tf.compiled_step import compiled_in_parts as compiled_in_parts
 from kerasdist._tf.compiled_step import in_parts as in_parts
 from kerasdist._tf.compiled_step import in_xla as in_xla
 from kerasdist._tf.compiled_step import outside_of_xla as outside_of_xla
-from kerasdist._tf.tensor_origins import function_graph as function_graph
 
 # Attributes for the length of a block, and what tensors of all kinds have.
 
@@ -84,19 +81,9 @@ _SEEDS_APART = 1_000_003
 # The eager context: devices, variables, seeds and collectives of this process.
 
 
-def executing_eagerly() -> bool:
-    """Return whether operations run at once instead of being put into a graph."""
-    return bool(context.executing_eagerly())
-
-
 def is_recording() -> bool:
     """Return whether a `tf.GradientTape` may be recording operations."""
     return bool(record.could_possibly_record())
-
-
-def stop_recording() -> Any:
-    """Pause all `tf.GradientTape`s for a `with` block."""
-    return record.stop_recording()
 
 
 def in_use() -> bool:
@@ -136,19 +123,20 @@ def device_memory() -> dict[str, int]:
 
 
 def own_variable(
-    value: Any, dtype: Any, device: str = "", *, trainable: bool = False
+    value: Any, dtype: Any, device: str = "", *, trainable: bool = False, **options: Any
 ) -> Any:
     """Create a variable of this process alone, also within a strategy's scope.
 
     Args:
-        value: Its initial value.
+        value: Its initial value, or a function that returns it.
         dtype: Its dtype.
         device: Where it is; by default in host memory.
         trainable: As of `tf.Variable`.
+        **options: Likewise.
     """
     with tf.init_scope(), tf.device(device or host_of("/device:CPU:0")):
         return resource_variable_ops.ResourceVariable(
-            value, dtype=dtype, trainable=trainable
+            value, dtype=dtype, trainable=trainable, **options
         )
 
 
@@ -159,28 +147,20 @@ def variable_of_any_shape(dtype: Any, device: str) -> Any:
         dtype: Its dtype.
         device: Where it is.
     """
-    with tf.init_scope(), tf.device(device):
-        return resource_variable_ops.ResourceVariable(
-            tf.zeros([0], dtype),
-            dtype=dtype,
-            trainable=False,
-            shape=tf.TensorShape(None),
-            validate_shape=False,
-        )
+    shape = {"shape": tf.TensorShape(None), "validate_shape": False}
+    return own_variable(lambda: tf.zeros([0], dtype), dtype, device, **shape)
 
 
-class _WithoutValue(resource_variable_ops.UninitializedVariable):
-    """A variable that has a shape and a dtype, but never a value."""
+class VariableWithoutValue(resource_variable_ops.UninitializedVariable):
+    """A variable without memory: it has a shape and a dtype, but never a value.
+
+    Values that are assigned to it are lost.
+    """
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         return self
 
     assign_add = assign_sub = assign
-
-
-def variable_without_value(shape: Any, dtype: Any, trainable: bool, name: str) -> Any:
-    """Create a variable without memory: values that are assigned to it are lost."""
-    return _WithoutValue(shape=shape, dtype=dtype, trainable=trainable, name=name)
 
 
 def as_operation(value: Any) -> Any:
@@ -215,7 +195,7 @@ def own_seed(replica: int) -> Iterator[None]:
     all workers: that of replica 0 stays what it is. Graphs that are made in the block
     inherit it.
     """
-    eager = executing_eagerly()
+    eager = tf.executing_eagerly()
     holder = context.context() if eager else tf.compat.v1.get_default_graph()
     seed = holder._seed
     own = holder._seed = None if seed is None else seed + _SEEDS_APART * replica
@@ -234,52 +214,25 @@ def seeding() -> object:
     return getattr(context.context(), "_rng", None)
 
 
-def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
-    """Start this process's gRPC server for collectives, or add workers to it.
-
-    Devices are then called `/job:worker/replica:0/task:<rank>/device:...`. The server
-    can't be stopped: it runs until the process ends. It listens on all of the
-    machine's addresses, whichever is given for it.
-
-    Args:
-        rank: This worker's rank: always the same in one process.
-        addresses: `"host:port"` of workers by rank, including this one's.
-
-    Raises:
-        tf.errors.OpError: The port is in use. Nothing has changed.
-    """
-    ctx = context.context()
-    ctx.ensure_initialized()
-    # With the devices, threads and memory limits that the user has configured.
-    config = copy.deepcopy(ctx.config)
-    config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
-    del config.device_filters[:]
-    config.device_filters.append(f"/job:worker/task:{rank}")
-    server = tensorflow_server_pb2.ServerDef(
-        default_session_config=config,
-        job_name="worker",
-        task_index=rank,
-        protocol="grpc",
-    )
-    job = server.cluster.job.add()
-    job.name = "worker"
-    for task, address in addresses.items():
-        job.tasks[task] = address
-    # As `context.enable_collective_ops` does, which warns every time.
-    pywrap_tfe.TFE_EnableCollectiveOps(ctx._handle, server.SerializeToString())
-    ctx._collective_ops_server_def = server
-    ctx._initialize_logical_devices()
-    ctx._clear_caches()
-
-
-def abort_collectives(message: str) -> None:
-    """Fail all of this process's pending and later collectives; can't be undone."""
-    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
-
-
 MirroredExtended = mirrored_strategy.MirroredExtended
 ReduceOp = reduce_util.ReduceOp
 DistributedValues = values.DistributedValues
+# Pauses all `tf.GradientTape`s for a `with` block.
+stop_recording = record.stop_recording
+# Returns a local replica's part of a nest of per-replica values, given its index among
+# this worker's.
+select_replica = distribute_utils.select_replica
+# Reduces a value that isn't per replica, by TensorFlow's own rule.
+reduce_undistributed = cross_device_ops.reduce_non_distributed_value
+# Returns a distributed dataset whose elements go to the local replicas in turn.
+distribute_from_function = input_util.get_distributed_datasets_from_function
+# A TensorFlow 1 iterator: elements go to the local replicas in turn.
+InputFunctionIterator = input_lib_v1.InputFunctionIterator
+# A dataset with each batch cut into parts, which may be empty.
+RebatchDataset = distribute_data._LegacyRebatchDataset
+# A worker's shard of a dataset, by the policy in the dataset's options. It raises
+# NotFoundError if the policy is FILE, and the dataset reads no files.
+AutoShardDataset = distribute_data._AutoShardDataset
 # `for` statements in a `tf.function` call `reduce` of the one, and
 # `get_next_as_optional` of the other.
 DistributedIterable = distribute_types.Iterable
@@ -307,44 +260,17 @@ class OptionalBatch:
         return self.batch
 
 
-class _SameForAll(tf.types.experimental.TraceType):
+class SameForAll(default_types.Literal):
     """The type of arguments in whose place a `tf.function` is traced with one value.
 
     Args:
-        value: The value.
+        value: The value, which is compared by identity.
     """
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def is_subtype_of(self, other: Any) -> bool:
-        """See `TraceType`."""
-        return bool(self == other)
-
-    def most_specific_common_supertype(self, others: Any) -> _SameForAll | None:
-        """See `TraceType`."""
-        return self if all(self == other for other in others) else None
-
-    def placeholder_value(self, placeholder_context: Any) -> Any:
-        """See `TraceType`."""
-        del placeholder_context
-        return self._value
 
     def cast(self, value: Any, cast_context: Any) -> Any:
         """See `TraceType`."""
         del value, cast_context
-        return self._value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameForAll) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def same_for_all(value: Any) -> Any:
-    """Return the tracing type of arguments for which `value` is traced."""
-    return _SameForAll(value)
+        return self.value
 
 
 def not_converted(function: Any) -> Any:
@@ -386,16 +312,6 @@ def regroup(local: list[Any]) -> Any:
     return distribute_utils.regroup(tuple(local), always_wrap=True)
 
 
-def select_replica(index: int, nest: Any) -> Any:
-    """Return a local replica's part of a nest of per-replica values.
-
-    Args:
-        index: The replica's index among this worker's.
-        nest: The values.
-    """
-    return distribute_utils.select_replica(index, nest)
-
-
 def devices_of(destinations: Any) -> tuple[str, ...]:
     """Return the devices that the `destinations` of a reduction stand for."""
     if isinstance(destinations, tuple):
@@ -412,13 +328,6 @@ def broadcast_to_devices(tensor: Any, devices: tuple[str, ...]) -> Any:
     return mirrored(copies)
 
 
-def reduce_undistributed(op: Any, value: Any, destinations: Any, replicas: int) -> Any:
-    """Reduce a value that isn't per replica, by TensorFlow's own rule."""
-    return cross_device_ops.reduce_non_distributed_value(
-        op, value, destinations, replicas
-    )
-
-
 def initial_tensor(value: Any, dtype: Any) -> Any:
     """Return the tensor that a variable's `initial_value` argument stands for."""
     if callable(value):
@@ -426,24 +335,6 @@ def initial_tensor(value: Any, dtype: Any) -> Any:
     if isinstance(value, trackable.CheckpointInitialValue):
         value = value.wrapped_value
     return tf.convert_to_tensor(value, dtype=dtype)
-
-
-def input_context(pipelines: int, index: int, replicas: int) -> Any:
-    """Return the context that a dataset function is called with."""
-    return distribute_lib.InputContext(
-        num_input_pipelines=pipelines,
-        input_pipeline_id=index,
-        num_replicas_in_sync=replicas,
-    )
-
-
-def distribute_from_function(
-    function: Any, workers: Any, where: Any, strategy: Any, options: Any = None
-) -> Any:
-    """Return a distributed dataset whose elements go to the local replicas in turn."""
-    return input_util.get_distributed_datasets_from_function(
-        function, workers, [where], strategy, options=options
-    )
 
 
 class PartsDataset:
@@ -555,11 +446,6 @@ def _per_replica_spec(part: Any, replicas: int) -> Any:
     )
 
 
-def input_fn_iterator(function: Any, workers: Any, where: Any, strategy: Any) -> Any:
-    """Return a TensorFlow 1 iterator: elements go to the local replicas in turn."""
-    return input_lib_v1.InputFunctionIterator(function, workers, [where], strategy)
-
-
 def static_batch_size(dataset: Any) -> int | None:
     """Return the batch size that a dataset was batched with; None if not known.
 
@@ -567,20 +453,6 @@ def static_batch_size(dataset: Any) -> int | None:
     """
     size = int(distribute_data.compute_batch_size(dataset))
     return None if size < 0 else size
-
-
-def rebatch_each(dataset: Any, parts: int) -> Any:
-    """Return a dataset with each batch cut into parts, which may be empty."""
-    return distribute_data._LegacyRebatchDataset(dataset, parts)
-
-
-def auto_shard(dataset: Any, workers: int, index: int, replicas: int) -> Any:
-    """Return a worker's shard of a dataset, by the policy in the dataset's options.
-
-    Raises:
-        tf.errors.NotFoundError: The policy is FILE, and the dataset reads no files.
-    """
-    return distribute_data._AutoShardDataset(dataset, workers, index, replicas)
 
 
 def call_replica(
@@ -598,7 +470,7 @@ def call_replica(
         kwargs: Its keyword arguments, likewise.
         device: Where its operations are placed; None leaves that to TensorFlow.
     """
-    if not executing_eagerly() and not isinstance(fn, def_function.Function):
+    if not tf.executing_eagerly() and not isinstance(fn, def_function.Function):
         fn = autograph.tf_convert(fn, autograph_ctx.control_status_ctx())
     place = contextlib.nullcontext() if device is None else tf.device(device)
     with place, distribute_lib.ReplicaContext(strategy, replica):

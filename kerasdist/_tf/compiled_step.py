@@ -32,7 +32,7 @@ from tensorflow.python.ops import (
     handle_data_util,
 )
 
-from kerasdist._tf.tensor_origins import outermost
+from kerasdist._tf.tensor_origins import functions_of, outermost
 
 # Slices of few different lengths, for each of which XLA compiles a part: the eight
 # between two powers of two, so that at most an eighth is added to many slices. Those of
@@ -361,7 +361,7 @@ def _places(whole: Any) -> dict[int, str]:
 def _communicates(whole: Any, operation: Any) -> bool:
     if _COLLECTIVES.fullmatch(operation.type):
         return True
-    found = any(_calls_python(whole, name) for name in _functions_of(operation))
+    found = any(_calls_python(whole, name) for name in functions_of(operation))
     compiled = _MUST_COMPILE in operation.node_def.attr
     if found and compiled and operation.get_attr(_MUST_COMPILE):
         raise ValueError(
@@ -371,16 +371,6 @@ def _communicates(whole: Any, operation: Any) -> bool:
             "function inside of the step that doesn't communicate may have it."
         )
     return found
-
-
-def _functions_of(operation: Any) -> Iterator[str]:
-    if operation.type in ("Const", "Placeholder"):
-        return
-    for attribute in operation.node_def.attr.values():
-        if attribute.HasField("func"):
-            yield attribute.func.name
-        for each in attribute.list.func:
-            yield each.name
 
 
 def _calls_python(whole: Any, name: str) -> bool:
@@ -506,7 +496,7 @@ class _Emitter:
     def _make(
         self, graph: Any, operation: Any, inputs: list[Any], device: str | None = None
     ) -> Any:
-        for name in _functions_of(operation):
+        for name in functions_of(operation):
             function = self._whole._get_function(name)
             if function is not None:
                 graph._add_function_recursive(function)

@@ -1,4 +1,4 @@
-"""TensorFlow's own runtime for the devices of other processes."""
+"""TensorFlow's own runtime between processes: their devices, and collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import tensorflow_server_pb2
-from tensorflow.python import _pywrap_tfe
+from tensorflow.python import _pywrap_tfe, pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import context
 from tensorflow.python.framework import c_api_util, errors_impl
@@ -102,6 +102,38 @@ def drive_devices(
     context.context().update_server_def(_definition(cluster, job, index))
 
 
+def serve_collectives(rank: int, addresses: Mapping[int, str]) -> None:
+    """Start this process's gRPC server for collectives, or add workers to it.
+
+    Devices are then called `/job:worker/replica:0/task:<rank>/device:...`. The server
+    can't be stopped: it runs until the process ends. It listens on all of the
+    machine's addresses, whichever is given for it.
+
+    Args:
+        rank: This worker's rank: always the same in one process.
+        addresses: `"host:port"` of workers by rank, including this one's.
+
+    Raises:
+        tf.errors.OpError: The port is in use. Nothing has changed.
+    """
+    ctx = context.context()
+    ctx.ensure_initialized()
+    server = _definition({"worker": addresses}, "worker", rank)
+    config = server.default_session_config
+    config.experimental.collective_group_leader = "/job:worker/replica:0/task:0"
+    config.device_filters[:] = [f"/job:worker/task:{rank}"]
+    # As `context.enable_collective_ops` does, which warns every time.
+    pywrap_tfe.TFE_EnableCollectiveOps(ctx._handle, server.SerializeToString())
+    ctx._collective_ops_server_def = server
+    ctx._initialize_logical_devices()
+    ctx._clear_caches()
+
+
+def abort_collectives(message: str) -> None:
+    """Fail all of this process's pending and later collectives; can't be undone."""
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, message)
+
+
 def add_function(original: Original, context: Any, c_func: Any) -> None:
     """Replace `Context.add_c_function`: Python's other threads run while it waits.
 
@@ -183,6 +215,7 @@ def _call_unlocked(context: Any, name: str, *arguments: Any) -> None:
 
 
 def _definition(cluster: Mapping[str, Mapping[int, str]], job: str, index: int) -> Any:
+    # With the devices, threads and memory limits that the user has configured.
     return tensorflow_server_pb2.ServerDef(
         cluster=tf.train.ClusterSpec(cluster).as_cluster_def(),
         default_session_config=copy.deepcopy(context.context().config),

@@ -7,7 +7,7 @@ what functions have captured.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -305,6 +305,17 @@ def constant(tensor: Any) -> Any | None:
     )
 
 
+def functions_of(operation: Any) -> Iterator[str]:
+    """Yield the names of the functions that an operation calls, also of branches."""
+    if operation.type in ("Const", "Placeholder"):
+        return
+    for attribute in operation.node_def.attr.values():
+        if attribute.HasField("func"):
+            yield attribute.func.name
+        for each in attribute.list.func:
+            yield each.name
+
+
 def function_graph(graph: Any, name: str) -> Any:
     """Return the graph of a function that a graph's operations call; or None."""
     return getattr(graph._get_function(name), "graph", None)
@@ -330,12 +341,7 @@ _captured: weakref.WeakKeyDictionary[Any, tuple[dict[str, Any], int]] = (
 
 def outermost(tensor: Any) -> Any:
     """Return the tensor that a placeholder was captured for, through all functions."""
-    while not isinstance(tensor, tf.__internal__.EagerTensor):
-        outer = captured(tensor)
-        if outer is None:
-            break
-        tensor = outer
-    return tensor
+    return behind(tensor, lambda _: None)
 
 
 def copied(operation: Any, inputs: Sequence[Any], graph: Any = None) -> Sequence[Any]:
@@ -396,7 +402,7 @@ class RebuiltGraph:
     def tensor(self, target: Any) -> Any:
         """Return the copy of `target`, a tensor of the original graph."""
         with self._graph.as_default():
-            for operation in _in_order(target, self._made):
+            for operation in in_order(target, lambda each: each.name in self._made):
                 for before, after in zip(
                     operation.outputs, self._copy(operation), strict=True
                 ):
@@ -486,10 +492,13 @@ def _passed_through(output: Any) -> Any | None:
     return None if place is None else place[0]
 
 
-def _in_order(target: Any, made: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield all operations that a tensor needs, each after those that it needs.
+def in_order(target: Any, ends: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the operations that a tensor is made by, each after those that it needs.
 
-    Of an operation some of whose results are made, by `give`, the others may be needed.
+    Args:
+        target: The tensor.
+        ends: Whether what a tensor is made by isn't needed. Of an operation one result
+            may end there, and another one not.
     """
     waiting = [(target, False)]
     seen: set[str] = set()
@@ -498,7 +507,7 @@ def _in_order(target: Any, made: Mapping[str, Any]) -> Iterator[Any]:
         operation = tensor.op
         if ready:
             yield operation
-        elif operation.name not in seen and tensor.name not in made:
+        elif not ends(tensor) and operation.name not in seen:
             seen.add(operation.name)
             waiting.append((tensor, True))
             waiting += [(given, False) for given in operation.inputs]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kerasdist.layers.sharded import FullTensor, Sharded, refuse_extras
+from kerasdist.layers.sharded import Sharded, refuse_extras
 
 # An Embedding layer over several devices.
 
@@ -66,7 +67,7 @@ class ShardedEmbedding(Sharded, keras.layers.Embedding):
         """Create the shards."""
         if self.built:
             return
-        table = FullTensor(shape=(self.input_dim, self.output_dim), axis=self._axis)
+        table = (self.input_dim, self.output_dim), self._axis
         # Its inputs are words: there's nothing to cast.
         self._make_shards({"embeddings": table}, _look_up, autocast=False)
         self.built = True
@@ -213,9 +214,9 @@ class ShardedDense(Sharded, keras.layers.Dense):
                 outputs = keras.ops.add(outputs, shard.bias)
             return outputs if activation is None else activation(outputs)
 
-        wholes = {"kernel": FullTensor(shape=(rows, self.units), axis=self._axis)}
+        wholes: dict[str, Any] = {"kernel": ((rows, self.units), self._axis)}
         if biased:
-            wholes["bias"] = FullTensor(shape=(self.units,), axis=0)
+            wholes["bias"] = (self.units,), 0
         self._make_shards(wholes, compute)
         if self.use_bias and not biased:
             self._bias = self.add_weight(
@@ -248,12 +249,11 @@ class ShardedDense(Sharded, keras.layers.Dense):
             parts = [shard(inputs) for shard in self._parts()]
             outputs = parts[0] if len(parts) == 1 else tf.concat(parts, -1)
         else:
-            outputs = _add(
-                [
-                    shard(inputs[..., own])
-                    for shard, own in zip(self._parts(), self._slices, strict=True)
-                ]
-            )
+            parts = [
+                shard(inputs[..., own])
+                for shard, own in zip(self._parts(), self._slices, strict=True)
+            ]
+            outputs = functools.reduce(keras.ops.add, parts)
             if self._bias is not None:
                 outputs = keras.ops.add(outputs, self._bias)
         if self.activation is not None and not self._by_shard():
@@ -264,10 +264,3 @@ class ShardedDense(Sharded, keras.layers.Dense):
 # Keras calls a layer's place in a file by the class: the files of sharded and plain
 # layers can be exchanged.
 ShardedDense.__name__ = "Dense"
-
-
-def _add(parts: list[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = keras.ops.add(total, part)
-    return total

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -32,85 +31,57 @@ _NORMS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardSlice:
-    """The part of a matrix that is a shard.
-
-    Attributes:
-        index: Its number.
-        start: Its begin, along the axis that is cut.
-        stop: Its end.
-    """
-
-    index: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class FullTensor:
-    """A matrix or vector that is cut.
+    """A matrix or vector that is cut, with its initial value.
+
+    The value is drawn whole and once, and handed out in parts: so a sharded layer
+    begins with the numbers of a plain one with the same seed. It's drawn in host
+    memory, and dropped when all parts are handed out.
+
+    Args:
+        shape: Its shape.
+        axis: The axis along which it's cut.
+        initializer: Keras's initializer, or a function of shape and dtype.
+        parts: The number of its parts.
 
     Attributes:
         shape: Its shape.
         axis: The axis along which it's cut.
     """
 
-    shape: tuple[int, ...]
-    axis: int
-
-    def shape_of(self, place: ShardSlice) -> tuple[int, ...]:
-        """Return the shape of a part."""
-        shape = list(self.shape)
-        shape[self.axis] = place.stop - place.start
-        return tuple(shape)
-
-
-class WholeValue:
-    """The initial value of a matrix, drawn whole and once, handed out in parts.
-
-    So a sharded layer begins with the numbers of a plain one with the same seed. The
-    value is drawn in host memory, and dropped when all parts are handed out.
-
-    Args:
-        initializer: Keras's initializer, or a function of shape and dtype.
-        whole: The matrix.
-        parts: The number of its parts.
-
-    Attributes:
-        whole: The matrix.
-    """
-
     def __init__(
-        self, initializer: Callable[..., Any], whole: FullTensor, parts: int
+        self,
+        shape: tuple[int, ...],
+        axis: int,
+        initializer: Callable[..., Any],
+        parts: int,
     ) -> None:
-        self.whole = whole
+        self.shape = shape
+        self.axis = axis
         self._initializer = initializer
-        self._parts = parts
-        self._missing = parts
+        self._parts = self._missing = parts
         self._drawn: Any = None
 
-    def part(self, place: ShardSlice) -> Callable[..., Any]:
-        """Return the initializer of a shard."""
+    def part(self, own: slice) -> dict[str, Any]:
+        """Return the shape and the initializer of a part."""
+        where = [slice(None)] * len(self.shape)
+        where[self.axis] = own
+        shape = list(self.shape)
+        shape[self.axis] = own.stop - own.start
 
         def initial(shape: Sequence[int], dtype: Any = None) -> Any:
             with tf.device("CPU:0"):
-                drawn = self._draw(dtype)
-                where = [slice(None)] * len(self.whole.shape)
-                where[self.whole.axis] = slice(place.start, place.stop)
-                return tf.identity(drawn[tuple(where)])
+                return tf.identity(self._draw(dtype)[tuple(where)])
 
-        return initial
+        return {"shape": tuple(shape), "initializer": initial}
 
     def _draw(self, dtype: Any) -> Any:
         if not tf.executing_eagerly():
             # A tensor of one graph isn't another's. Keras's initializers draw the
             # same numbers again.
-            return tf.convert_to_tensor(
-                self._initializer(self.whole.shape, dtype=dtype)
-            )
+            return tf.convert_to_tensor(self._initializer(self.shape, dtype=dtype))
         if self._drawn is None:
-            value = self._initializer(self.whole.shape, dtype=dtype)
+            value = self._initializer(self.shape, dtype=dtype)
             self._drawn = tf.convert_to_tensor(value)
             self._missing = self._parts
         drawn = self._drawn
@@ -135,19 +106,19 @@ class _OfWhole(keras.regularizers.Regularizer):
 
 
 def regularizer_of(
-    regularizer: Any, place: ShardSlice, whole: Callable[[], Any]
+    regularizer: Any, index: int, whole: Callable[[], Any]
 ) -> Callable[[Any], Any] | None:
     """Return the regularizer of one part's variable, or None.
 
     Args:
         regularizer: That of the whole matrix, or None.
-        place: The part.
+        index: The part's number.
         whole: Returns the whole matrix.
     """
     if regularizer is None or type(regularizer) in _SUMS:
         return regularizer
     # Any other may need the whole matrix: the first part's gets all of it.
-    return None if place.index else _OfWhole(regularizer, whole)
+    return None if index else _OfWhole(regularizer, whole)
 
 
 def check_constraint(constraint: Any, argument: str, axis: int, shards: int) -> None:
@@ -291,41 +262,36 @@ class Sharded:
 
     def _make_shards(
         self,
-        wholes: Mapping[str, FullTensor],
+        wholes: Mapping[str, tuple[tuple[int, ...], int]],
         compute: Callable[[Any, Any], Any],
         **options: Any,
     ) -> None:
         """Create and build the shards, each on its device.
 
         Args:
-            wholes: The tensors to cut, by name, the matrix first; all are equally long
-                along the axes that are cut. The layer has an initializer, a regularizer
-                and a constraint of each.
+            wholes: The shapes of the tensors to cut, by name, the matrix first, and the
+                axes that are cut, along which all are equally long. The layer has an
+                initializer, a regularizer and a constraint of each.
             compute: The computation of a shard, see `Shard`.
             **options: As of any layer.
         """
         placer = placer_of(tf.distribute.get_strategy())
-        self._wholes = dict(wholes)
-        matrix = next(iter(wholes.values()))
-        devices = self._devices(matrix.shape[matrix.axis])
-        values = {}
-        for name, whole in wholes.items():
+        shape, axis = next(iter(wholes.values()))
+        length, devices = shape[axis], self._devices(shape[axis])
+        shards = len(devices)
+        self._wholes = {}
+        for name, (shape, axis) in wholes.items():
             argument = f"{name}_constraint"
-            check_constraint(
-                getattr(self, argument), argument, whole.axis, len(devices)
-            )
+            check_constraint(getattr(self, argument), argument, axis, shards)
             initializer = getattr(self, f"{name}_initializer")
-            values[name] = WholeValue(initializer, whole, len(devices))
+            self._wholes[name] = FullTensor(shape, axis, initializer, shards)
         made = []
-        length, shards = matrix.shape[matrix.axis], len(devices)
         self._slices = [equal_part(length, shards, i) for i in range(shards)]
         for index, device in enumerate(devices):
-            own = self._slices[index]
-            place = ShardSlice(index=index, start=own.start, stop=own.stop)
             # Made in its stage, too: that precedes patterns that match the layer.
             with placer.staging(device) if placer and device else _on(device):
                 shard = Shard(
-                    [self._weight(name, values[name], place) for name in wholes],
+                    [self._weight(name, index) for name in wholes],
                     compute,
                     None if placer else device,
                     name=f"shard_{index}",
@@ -334,22 +300,19 @@ class Sharded:
                 )
                 shard.build()
             made.append(shard)
-        self._count = len(devices)
+        self._count = shards
         # XLA doesn't compile for several devices at once.
-        self.supports_jit = len(devices) == 1
+        self.supports_jit = shards == 1
         self.__shards__ = made
 
-    def _weight(
-        self, name: str, value: WholeValue, place: ShardSlice
-    ) -> dict[str, Any]:
+    def _weight(self, name: str, index: int) -> dict[str, Any]:
         """Return `add_weight`'s arguments for a shard's part of a matrix or vector."""
         return {
             "name": name,
-            "shape": value.whole.shape_of(place),
-            "initializer": value.part(place),
+            **self._wholes[name].part(self._slices[index]),
             "regularizer": regularizer_of(
                 getattr(self, f"{name}_regularizer"),
-                place,
+                index,
                 lambda: self._whole(name),
             ),
             "constraint": getattr(self, f"{name}_constraint"),

@@ -73,11 +73,13 @@ class Run:
         return math.ceil(self.batch_size / self.micro_batches)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+# With a hash, so that a plan has one.
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LayerCost:
     """The costs of one layer that is placed on a device as a whole.
 
-    Sizes are in bytes; those that depend on the batch are per row.
+    Sizes are in bytes; those that depend on the batch are per row. They are added up
+    while a step is measured, and don't change afterwards.
 
     Attributes:
         path: Its path in the model.

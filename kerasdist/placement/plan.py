@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -380,10 +381,4 @@ def _least(enough: Callable[[int], bool], low: int, high: int) -> int | None:
     """Return the least number that is enough, by bisection; None if there's none."""
     if low > high or not enough(high):
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return low + bisect.bisect_left(range(low, high), True, key=enough)

@@ -320,7 +320,7 @@ class DeviceOps(CollectiveOps):
 
     def _sums(self, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
         plain = [list(value) for value in values]
-        found = self._compiled(plain) if _tf.executing_eagerly() else self._sum(plain)
+        found = self._compiled(plain) if tf.executing_eagerly() else self._sum(plain)
         return [list(parts) for parts in found]
 
     def _sum(self, values: list[list[Any]]) -> list[list[Any]]:
@@ -401,7 +401,7 @@ class NativeOps(CollectiveOps):
         See `CollectiveOps.reduce_replicas`. None if it isn't possible: in eager
         execution a replica would wait for the next one, which is called only after it.
         """
-        in_turn = _tf.executing_eagerly() and not self._has_one_each
+        in_turn = tf.executing_eagerly() and not self._has_one_each
         if in_turn or not _can_be_added(values):
             return None
 
@@ -429,7 +429,7 @@ class NativeOps(CollectiveOps):
                 key = tf.cast(number % _KEYS, tf.int32)
             return reduce_on(self._devices, buckets, self._tokens, key, self._group)
 
-        if _tf.executing_eagerly():
+        if tf.executing_eagerly():
             number = begin()
             try:
                 return build(number)

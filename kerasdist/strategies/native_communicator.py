@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
-from kerasdist import _tf, errors
+from kerasdist import errors
 from kerasdist._tf import remote
 from kerasdist.cluster.address import split_address
 from kerasdist.collectives import Communicator, gather_json
@@ -93,7 +93,7 @@ def serve(ring: Communicator) -> int:
             "transport, or start new processes."
         )
     if not Server.workers:
-        _tf.serve_collectives(ring.rank, dict(enumerate(workers)))
+        remote.serve_collectives(ring.rank, dict(enumerate(workers)))
         Server.workers = workers
     (group,) = ring.all_reduce([np.int64(Server.next_group)], "max")
     Server.next_group = int(group) + 1
@@ -104,7 +104,7 @@ def _start_server(rank: int, host: str) -> None:
     """Start the server on a free port."""
 
     def listen(port: int) -> None:
-        _tf.serve_collectives(rank, {rank: f"{host}:{port}"})
+        remote.serve_collectives(rank, {rank: f"{host}:{port}"})
 
     port = on_free_port(listen, tf.errors.UnknownError)
     Server.rank, Server.address = rank, f"{host}:{port}"
@@ -336,7 +336,7 @@ class NativeCommunicator(RingCommunicator):
         pending = self._watch.stop()
         if pending:
             # Only then, because other strategies of this process may continue.
-            _tf.abort_collectives(str(self._failure or "the strategy was closed"))
+            remote.abort_collectives(str(self._failure or "the strategy was closed"))
 
     def _close(self) -> None:
         self._watch.close()

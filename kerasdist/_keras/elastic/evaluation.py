@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -339,39 +340,35 @@ def _next(iterator: Any, hooks: KerasHooks) -> EvaluatedPart:
 # Calls that are begun again after a change of the workers.
 
 
-class ByLayout:
-    """A function that is made for each layout of the replicas.
+def by_layout(
+    workers: WorkerHooks, make: Callable[[], Callable[[Any], Any]]
+) -> Callable[[Any], Any]:
+    """Return a function that is made for each layout of the replicas.
 
     Args:
         workers: The workers and their replicas.
         make: Makes it for the present layout.
     """
-
-    def __init__(
-        self, workers: WorkerHooks, make: Callable[[], Callable[[Any], Any]]
-    ) -> None:
-        self._workers = workers
-        self._make = make
-        self._made: dict[Any, Callable[[Any], Any]] = {}
-
-    def __call__(self, argument: Any) -> Any:
-        """Call the function for the present layout."""
-        layout = self._workers.rank, tuple(self._workers.job.replicas)
-        if layout not in self._made:
-            self._made[layout] = self._make()
-        return self._made[layout](argument)
+    made = functools.cache(lambda *layout: make())
+    return lambda argument: made(workers.rank, *workers.job.replicas)(argument)
 
 
-def repeated(elastic: ElasticHooks | None, call: Callable[[], Any]) -> Any:
+def repeated(
+    elastic: ElasticHooks | None,
+    call: Callable[[], Any],
+    before: Callable[[], None] = lambda: None,
+) -> Any:
     """Return what a call returns whose workers stay the same from beginning to end.
 
     Args:
         elastic: The changes of membership; None if there are none.
         call: May be called several times, and must begin at the same state itself.
+        before: Is called each time before it, whether or not the workers change.
     """
     if elastic is None:
         return call()
     while True:
+        before()
         try:
             with elastic.section():
                 return call()
@@ -393,7 +390,7 @@ def test_function(
         hooks: The hooks of its strategy.
         make: Makes a function for the present layout.
     """
-    calls = ByLayout(hooks.workers, make)
+    calls = by_layout(hooks.workers, make)
 
     def call(iterator: Any) -> Any:
         if is_of_fit(iterator):

@@ -34,17 +34,12 @@ from kerasdist.errors import ClusterError
 _OWN = frozenset({"model", "params", "validation_data", "_model", "_params"})
 
 
-def numbers_of(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the attributes of callbacks that JSON has."""
-    return [numbers_of_one(callback) for callback in callbacks]
-
-
 def changed(callbacks: Sequence[Any], begun: Sequence[Any]) -> list[list[Any]]:
     """Return the class of each callback, and what another process needs of it.
 
     Args:
         callbacks: The callbacks.
-        begun: Their `numbers_of` at the first step.
+        begun: The `numbers_of_one` of each at the first step.
     """
     found = []
     for index, callback in enumerate(callbacks):

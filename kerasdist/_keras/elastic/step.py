@@ -13,6 +13,7 @@ is called as often, and the data may end in between.
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,10 +25,11 @@ from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current
 from kerasdist._keras.elastic.evaluation import (
     Batches,
-    ByLayout,
     EvaluatedPart,
     MetricTotals,
+    by_layout,
     is_of_fit,
+    repeated,
 )
 from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.elastic.joining import Admission
@@ -275,7 +277,7 @@ class ElasticStep(ContinuableStep):
         self._traced: list[LateUpdates] = []
         self._epoch = elastic.epoch
         self._ranks = tuple(hooks.workers.communicator.ranks)
-        self._calls = ByLayout(hooks.workers, lambda: instrument(self._make))
+        self._calls = by_layout(hooks.workers, lambda: instrument(self._make))
         self._shadow = Shadow()
         # The variables that the running step has kept.
         self._saved: list[Any] = []
@@ -283,7 +285,7 @@ class ElasticStep(ContinuableStep):
 
     def __call__(self, iterator: Any) -> Any:
         """See `ContinuableStep.__call__`."""
-        with translating(self._hooks):
+        with translating(self._hooks.workers.failure):
             return self._take_steps(iterator)
 
     def _take_steps(self, iterator: Any) -> Any:
@@ -321,21 +323,17 @@ class ElasticStep(ContinuableStep):
         spec = Batches(iterator, self._hooks).spec
         if spec is None or self._trainer.run_eagerly or self._hooks.timer.running:
             return
-        with translating(self._hooks):
+        with translating(self._hooks.workers.failure):
             self._calls(EvaluatedPart(None, spec))
 
     def _with_present(self, call: Callable[[], Any]) -> Any:
+        def checked() -> Any:
+            self._check()
+            return call()
+
         while True:
-            self._adapt_to_members()
-            try:
-                with self._elastic.section():
-                    self._check()
-                    return call()
-            except _OutdatedError:
-                continue
-            except Exception as error:
-                if not self._elastic.has_changed(error):
-                    raise
+            with contextlib.suppress(_OutdatedError):
+                return repeated(self._elastic, checked, self._adapt_to_members)
 
     def _take_step(self, batches: Batches) -> Any:
         """Take a step on the next batch, as often as the workers change in it."""

@@ -5,7 +5,7 @@
     arrays      numpy arrays that callbacks keep, such as `EarlyStopping`'s weights
     variables   those of the model and its optimizers, which aren't handled here
 
-A process that continues calls `begin`, `objection` and `apply` before the first step of
+A process that continues calls `objection` and `apply` before the first step of
 its `fit`, when the callbacks have begun.
 """
 
@@ -315,12 +315,6 @@ class DataPlace:
 def _kind(batches: Any) -> str:
     known = isinstance(batches, RepeatableIterator)
     return batches.kind if known else type(batches).__name__
-
-
-def begin(callbacks: Sequence[Any]) -> None:
-    """Note what `fit` begins with, before its first step."""
-    current.callbacks = callbacks
-    current.begun = finished_calls.numbers_of(callbacks)
 
 
 def collect(

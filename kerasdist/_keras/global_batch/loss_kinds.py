@@ -229,27 +229,21 @@ class LossKinds:
             tensor: The tensor.
             of_all: Whether extremes, and sums of integers, are such numbers, too.
         """
-        operations: list[Any] = []
         terms: dict[Any, Any] = {}
-        seen: set[str] = set()
-        waiting = [(tensor, False)]
-        while waiting:
-            one, ready = waiting.pop()
-            if ready:
-                operations.append(one.op)
-                continue
+        others = []
+
+        def ends(one: Any) -> bool:
             kind = self.of(one)
             if isinstance(kind, (Kind, Extreme) if of_all else Kind):
                 terms[key_of(one)] = one
-                continue
-            operation = one.op
-            if operation.name in seen:
-                continue
-            seen.add(operation.name)
-            if kind == ROWS or not operation.inputs or operation.op_def.is_stateful:
-                return None
-            waiting.append((one, True))
-            waiting += [(given, False) for given in operation.inputs]
+                return True
+            if kind == ROWS or not one.op.inputs or one.op.op_def.is_stateful:
+                others.append(one)
+            return bool(others)
+
+        operations = list(tensor_origins.in_order(tensor, ends))
+        if others:
+            return None
         found = list(terms.values())
         known = (CONSTANT, Kind(1), Kind(1, True), *_EXTREMES.values())
         for term in found:

@@ -23,7 +23,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kerasdist import _tf
 from kerasdist._keras.context import current, setting
 from kerasdist._keras.global_batch.loss_kinds import ROWS, Kind, LossKinds, Whole
 from kerasdist._keras.protocols import current_hooks
@@ -67,7 +66,7 @@ def reduce_values(
     if _is_reduced(values):
         return loss  # see `reduce_weighted_values` and `gradient`
     if reduction == "sum":
-        if not current.in_compile_loss and not _tf.executing_eagerly():
+        if not current.in_compile_loss and not tf.executing_eagerly():
             return loss
         loss = loss * tf.cast(tf.math.reciprocal_no_nan(current.share), loss.dtype)
     elif reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -83,7 +82,7 @@ def _is_reduced(values: Any) -> bool:
     if not len(values.shape):
         return True
     known = values.shape[0]
-    if known is None or _tf.executing_eagerly():
+    if known is None or tf.executing_eagerly():
         return False
     return bool(known != tf.get_static_value(current.rows))
 
@@ -129,7 +128,7 @@ def additional_loss(original: Original, trainer: Any, loss: Any) -> Any:
     """Replace `_aggregate_additional_loss`: correct what `add_loss` was given."""
     total = original(trainer, loss)
     kinds = current.kinds
-    if kinds is not None and _tf.executing_eagerly() and kinds.of(loss) == ROWS:
+    if kinds is not None and tf.executing_eagerly() and kinds.of(loss) == ROWS:
         return total * tf.cast(_scale(1), total.dtype)
     return _as_mean(total, "A loss of `add_loss`")
 
@@ -187,7 +186,7 @@ def _as_mean(loss: Any, what: str) -> Any:
         what: The name of the loss in a warning, if its kind isn't known.
     """
     kinds = current.kinds
-    if kinds is None or _tf.executing_eagerly() or not isinstance(loss, tf.Tensor):
+    if kinds is None or tf.executing_eagerly() or not isinstance(loss, tf.Tensor):
         return loss
     kind = kinds.of(loss)
     if isinstance(kind, Kind):
@@ -211,7 +210,7 @@ def _as_mean(loss: Any, what: str) -> Any:
 
 def _whole(kinds: LossKinds, loss: Any, what: str) -> Whole | None:
     whole = kinds.whole(loss, _sums)
-    if whole is None and not _tf.executing_eagerly():
+    if whole is None and not tf.executing_eagerly():
         _warn_unknown(what)
     return whole
 
@@ -275,7 +274,7 @@ def mean_metric(
     ):
         whole = recorded(values, communicate=not current.in_compile_loss)
         # Eagerly Keras knows a batch's size, and weights by it.
-        eager = _tf.executing_eagerly() and sample_weight is not None
+        eager = tf.executing_eagerly() and sample_weight is not None
         return original(self, whole, current.rows if eager else current.share)
     return original(self, values, sample_weight)
 

@@ -29,6 +29,7 @@ from kerasdist._tf.tensor_origins import (
     called,
     captured,
     constant,
+    in_order,
     key_of,
 )
 
@@ -112,7 +113,7 @@ def _is_mixed(what: str, function: Any, y_true: Any, y_pred: Any, dtype: Any) ->
     kind = None
     if all(each is not None for each in tree.flatten(given)):
         kind = kind_of_function(function, *given)
-    if _tf.executing_eagerly():
+    if tf.executing_eagerly():
         return kind in (None, FUNCTION, MIXED, SUM)
     hooks = current.hooks
     if kind is None and hooks is not None and not current.building:
@@ -295,17 +296,9 @@ class _States:
 
     def of(self, target: Any) -> str:
         """Return a tensor's state."""
-        waiting = [target]
-        while waiting:
-            tensor = waiting[-1]
-            if key_of(tensor) in self._found:
-                waiting.pop()
-                continue
-            missing = [t for t in tensor.op.inputs if key_of(t) not in self._found]
-            if missing:
-                waiting += missing
-                continue
-            self._found[key_of(tensor)] = self._find(tensor)
+        for operation in in_order(target, lambda each: key_of(each) in self._found):
+            for tensor in operation.outputs:
+                self._found.setdefault(key_of(tensor), self._find(tensor))
         return self._found[key_of(target)]
 
     def _find(self, tensor: Any) -> str:

@@ -146,7 +146,7 @@ class StepState:
         value = tf.cast(value, held.dtype)
         if metric is not None:
             return self._of_metric(metric, variable, value)
-        if not _tf.executing_eagerly():
+        if not tf.executing_eagerly():
             value = _as_sum(value)
             kind = self.kinds.of(value)
             if kind == CONSTANT or (kind == Kind(0) and value.dtype.is_floating):
@@ -177,7 +177,7 @@ class StepState:
         )
 
     def _of_metric(self, metric: str, variable: Any, value: Any) -> Any:
-        if _tf.executing_eagerly():
+        if tf.executing_eagerly():
             return value
         if _added_to(value, _tf.copy_here(variable._value).handle) is not None:
             return value

@@ -31,7 +31,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 
 from kerasdist import _tf
-from kerasdist._keras.placement.graph_costs import Traced, UnitCost, measure
+from kerasdist._keras.placement.graph_costs import Traced, measure
 from kerasdist._keras.placement.layers import own_variables
 from kerasdist.placement.partition import LayerCost, ModelCost
 
@@ -112,7 +112,7 @@ def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
         )
     costs = units.costs(optimizer, trained, gradients)
     ends = tf.nest.flatten(gradients, expand_composites=True)
-    tensors = measure(
+    tensors, first = measure(
         Traced(
             made=graph.get_operations(),
             forward=forward,
@@ -126,13 +126,17 @@ def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
         costs,
     )
     # In the order in which they run; those that don't are last.
-    ordered = sorted(costs, key=lambda cost: (cost.first is None, cost.first or 0))
+    ordered = sorted(
+        costs, key=lambda cost: (cost.path not in first, first.get(cost.path, 0))
+    )
     layers = {
-        cost.path: cost for cost in ordered if cost.first is not None or cost.parameters
+        cost.path: cost
+        for cost in ordered
+        if cost.path in first or cost.parameter_bytes
     }
     index = {path: i for i, path in enumerate(layers)}
     return ModelCost(
-        layers=tuple(_layer_cost(cost, rows) for cost in layers.values()),
+        layers=tuple(layers.values()),
         tensors=tuple(
             dataclasses.replace(
                 tensor,
@@ -141,23 +145,6 @@ def _describe(model: Any, rows: int, optimizer: Any, inputs: Any) -> ModelCost:
             )
             for tensor in tensors
         ),
-    )
-
-
-def _layer_cost(cost: UnitCost, rows: int) -> LayerCost:
-    return LayerCost(
-        path=cost.path,
-        kind=cost.kind,
-        parameter_bytes=cost.parameters,
-        trainable_bytes=cost.trainable,
-        slot_bytes=cost.slots,
-        gradient_bytes=cost.gradients,
-        update_bytes=cost.update,
-        saved_row_bytes=cost.saved / rows,
-        saved_bytes=cost.fixed,
-        transient_row_bytes=cost.transient / rows,
-        output_row_bytes=cost.output / rows,
-        row_flops=cost.flops / rows,
     )
 
 
@@ -279,7 +266,7 @@ class _Units:
 
     def costs(
         self, optimizer: Any, trained: Sequence[Any], gradients: Sequence[Any]
-    ) -> list[UnitCost]:
+    ) -> list[LayerCost]:
         """Return the costs of each layer's variables, by number.
 
         Layers with the same path, which go to one device, are one layer here.
@@ -296,26 +283,27 @@ class _Units:
         }
         owners = list(self._variables())
         paths = {number: path for number, path, _ in owners}
-        costs: dict[str, UnitCost] = {}
+        costs: dict[str, LayerCost] = {}
         found = []
         for number, layer in enumerate(self.layers):
             path = paths.get(number) or layer.name
-            new = UnitCost(path=path, kind=type(layer).__name__)
+            new = LayerCost(path=path, kind=type(layer).__name__)
             found.append(costs.setdefault(path, new))
         for number, _, variables in owners:
             cost = found[number]
             for variable in variables:
                 size = _bytes(variable)
-                cost.parameters += size
+                cost.parameter_bytes += size
                 if id(variable) not in about:
                     continue
                 slot, gradient = about[id(variable)]
-                cost.trainable += size
-                cost.slots += slot
+                cost.trainable_bytes += size
+                cost.slot_bytes += slot
                 if gradient is not None and not _keeps_rows(optimizer, gradient):
-                    cost.gradients += size
+                    cost.gradient_bytes += size
                     if optimizer is not None:
-                        cost.update = max(cost.update, _UPDATE_ARRAYS * size)
+                        updating = _UPDATE_ARRAYS * size
+                        cost.update_bytes = max(cost.update_bytes, updating)
         return found
 
     def _variables(self) -> Iterator[tuple[int, str, list[Any]]]:
@@ -516,8 +504,11 @@ def _create(create: Callable[..., Any], **kwargs: Any) -> Any:
     shape, dtype = _spec(kwargs["initial_value"], kwargs.get("dtype"))
     if shape.num_elements() is not None and shape.num_elements() <= _FEW_ELEMENTS:
         return create(**kwargs)
-    return _tf.variable_without_value(
-        shape, dtype, bool(kwargs.get("trainable")), kwargs.get("name") or "variable"
+    return _tf.VariableWithoutValue(
+        shape=shape,
+        dtype=dtype,
+        trainable=bool(kwargs.get("trainable")),
+        name=kwargs.get("name") or "variable",
     )
 
 

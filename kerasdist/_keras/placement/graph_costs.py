@@ -32,8 +32,9 @@ import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._tf.tensor_origins import CALLS, CASES, IFS, WHILES, reached
-from kerasdist.placement.partition import TensorCost
+from kerasdist._tf import tensor_origins
+from kerasdist._tf.tensor_origins import WHILES, function_graph, reached
+from kerasdist.placement.partition import LayerCost, TensorCost
 
 # Kinds of operations.
 
@@ -52,7 +53,7 @@ _TRANSPOSED = {
     "Conv3DBackpropInputV2",
     "DepthwiseConv2dNativeBackpropInput",
 }
-_BRANCHES = {*CASES, *IFS}
+_CALLS = {*tensor_origins.CALLS, *tensor_origins.CASES, *tensor_origins.IFS}
 # They add an item to a list; from each to the number of the input that is the item.
 _LIST_ITEM = {"TensorListPushBack": 1, "TensorListSetItem": 2}
 # They read a shape, not the elements: TensorFlow replaces them by constants.
@@ -66,41 +67,6 @@ _IN_PLACE = re.compile(
 # Weights in a graph, and what it is given.
 _WEIGHTS = {"Const", "Placeholder", "ReadVariableOp"}
 _RANDOM = ("Random", "Stateless")
-
-
-@dataclasses.dataclass
-class UnitCost:
-    """The costs of a layer in a step with a fixed number of rows; sizes in bytes.
-
-    Attributes:
-        path: Its path in the model.
-        kind: The name of its class.
-        parameters: All its variables.
-        trainable: Those of them that are trained.
-        slots: The optimizer's slots for these.
-        gradients: Their gradients.
-        update: Held at most while the optimizer updates one of them.
-        saved: Saved for the backward pass, and dependent on the batch.
-        fixed: Saved, and independent of it: weights in another form.
-        transient: The peak of transient bytes.
-        output: Outputs that other layers read.
-        flops: Arithmetic operations of its forward pass.
-        first: The index of its first operation.
-    """
-
-    path: str
-    kind: str
-    parameters: int = 0
-    trainable: int = 0
-    slots: int = 0
-    gradients: int = 0
-    update: int = 0
-    saved: int = 0
-    fixed: int = 0
-    transient: int = 0
-    output: int = 0
-    flops: float = 0.0
-    first: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,7 +134,9 @@ class _Node:
     outputs: list[_Memory]
 
 
-def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
+def measure(
+    step: Traced, units: Sequence[LayerCost]
+) -> tuple[list[TensorCost], dict[str, int]]:
     """Add the memory and work of a step to its layers.
 
     Args:
@@ -176,7 +144,8 @@ def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
         units: The layers by number; one may have several numbers.
 
     Returns:
-        The tensors of the forward pass that pass from one layer to others, by number.
+        The tensors of the forward pass that pass from one layer to others, by number;
+        and the index of the first operation of each layer that has some, by its path.
     """
     order, border = _order(step)
     tensors = _memory(step, [step.made[i] for i in order])
@@ -204,6 +173,7 @@ def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
 
     live = number = 0
     readers: dict[_Memory, set[int]] = {}
+    first: dict[str, int] = {}
     for place, node in enumerate(nodes):
         given = step.unit_of(node.op.name)
         if given is None:
@@ -216,10 +186,9 @@ def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
             given = max(sources)[1] if sources else number
         number = given
         unit = units[number]
-        if unit.first is None:
-            unit.first = node.index
+        first.setdefault(unit.path, node.index)
         if node.index < step.forward:
-            unit.flops += _flops(node.op)
+            unit.row_flops += _flops(node.op)
             for one in node.inputs:
                 if one.by_rows and one.size:
                     readers.setdefault(one, set()).add(number)
@@ -229,13 +198,13 @@ def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
         new = sum(one.size for one in mine & transient)
         unread = sum(one.size for one in mine & transient if one.read < 0)
         taken = min(new, ending[place]) if _IN_PLACE.fullmatch(node.op.type) else 0
-        unit.transient = max(unit.transient, live + new - taken)
+        unit.transient_row_bytes = max(unit.transient_row_bytes, live + new - taken)
         live += new - ending[place] - unread
     for one in saved:
         if one.by_rows:
-            units[one.unit].saved += one.size
+            units[one.unit].saved_row_bytes += one.size
         else:
-            units[one.unit].fixed += one.size
+            units[one.unit].saved_bytes += one.size
     passing = []
     for one, numbers in readers.items():
         source = -1 if one.is_batch else one.unit
@@ -243,8 +212,14 @@ def measure(step: Traced, units: Sequence[UnitCost]) -> list[TensorCost]:
             size = one.size / step.rows
             passing.append(TensorCost(source=source, consumers=others, row_bytes=size))
             if source >= 0:
-                units[source].output += one.size
-    return passing
+                units[source].output_row_bytes += one.size
+    for unit in {unit.path: unit for unit in units}.values():
+        # They were added up for the whole batch.
+        unit.saved_row_bytes /= step.rows
+        unit.transient_row_bytes /= step.rows
+        unit.output_row_bytes /= step.rows
+        unit.row_flops /= step.rows
+    return passing, first
 
 
 def _order(step: Traced) -> tuple[list[int], int]:
@@ -335,20 +310,16 @@ def _flops(op: Any) -> float:
         channels = kernel[-1] * (kernel[-2] if kind.startswith("Depthwise") else 1)
         return 2.0 * _elements(side) * math.prod(kernel) / max(channels, 1)
     if kind in WHILES:
-        return _loop_steps(op) * _function_flops(op, op.get_attr("body"))
-    if kind in CALLS:
-        return _function_flops(op, op.get_attr("f"))
-    if kind in _BRANCHES:
-        if kind.endswith("Case"):
-            branches = list(op.get_attr("branches"))
-        else:
-            branches = [op.get_attr("then_branch"), op.get_attr("else_branch")]
-        return max((_function_flops(op, branch) for branch in branches), default=0.0)
+        return _loop_steps(op) * _function_flops(op, op.get_attr("body").name)
+    if kind in _CALLS:
+        # Of branches the one with the most.
+        flops = (_function_flops(op, name) for name in tensor_origins.functions_of(op))
+        return max(flops, default=0.0)
     return float(sum(map(_elements, op.outputs)))
 
 
-def _function_flops(op: Any, function: Any) -> float:
-    graph = _tf.function_graph(op.graph, function.name)
+def _function_flops(op: Any, name: str) -> float:
+    graph = function_graph(op.graph, name)
     return 0.0 if graph is None else sum(map(_flops, graph.get_operations()))
 
 
@@ -390,7 +361,7 @@ def _loop_lists(loop: Any) -> dict[int, tuple[str, int]]:
         each iteration puts into the list, and the bytes of the full list. Lists of one
         tensor share its memory. Lists of anything but data are left out.
     """
-    body = _tf.function_graph(loop.graph, loop.get_attr("body").name)
+    body = function_graph(loop.graph, loop.get_attr("body").name)
     if body is None:
         return {}
     count = _loop_steps(loop)

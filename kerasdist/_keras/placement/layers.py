@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common.name_scope import current_path
 
 from kerasdist import _tf
+from kerasdist._keras.context import current, setting
 from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import STAGE, VARIABLE_DEVICE, facets_of
 
@@ -96,26 +96,6 @@ class LayerPlacer(Protocol):
         """
 
 
-class _CalledLayers(threading.local):
-    """The layers that this thread is calling, and the variable it is creating.
-
-    Attributes:
-        stack: The layers that are being called, each with its paths and device.
-        device: The device of the variable that is being created, or None.
-        exporting: Whether calls are for a file that holds no devices.
-        unchecked: A model whose layers aren't all known before it's called.
-    """
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[tuple[str, ...], str | None]] = []
-        self.device: str | None = None
-        self.unchecked: Any = None
-        self.exporting = False
-
-
-_calls = _CalledLayers()
-
-
 def placer_of(strategy: Any) -> LayerPlacer | None:
     """Return the placer of a strategy; None if it has none."""
     placer: LayerPlacer | None = facets_of(strategy).placer
@@ -124,12 +104,12 @@ def placer_of(strategy: Any) -> LayerPlacer | None:
 
 def called_layer() -> str | None:
     """Return the path of the layer that this thread is calling; None if it isn't."""
-    return _calls.stack[-1][0][-1] if _calls.stack else None
+    return current.calls[-1][0][-1] if current.calls else None
 
 
 def device_of_variable() -> str | None:
     """Return the device of the variable that this thread is creating; None if none."""
-    return _calls.device
+    return current.variable_device
 
 
 def init_layer(original: Original, layer: Any) -> None:
@@ -151,37 +131,27 @@ def _note_stage(layer: Any, placer: LayerPlacer) -> None:
 def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Layer.__call__`: build and run a layer on its device."""
     placer = placer_of(tf.distribute.get_strategy())
-    if placer is None or _calls.exporting:
+    if placer is None or current.exporting:
         return original(layer, *args, **kwargs)
     if not layer.built:
         _note_stage(layer, placer)
     facts = _facts(layer)
     device = placer.device_of(facts)
-    _calls.stack.append((facts.paths, device))
+    calls = (*current.calls, (facts.paths, device))
+    place = tf.device(device) if device else contextlib.nullcontext()
     try:
-        with tf.device(device) if device else contextlib.nullcontext():
+        with setting(calls=calls), place:
             return original(layer, *args, **kwargs)
     finally:
-        _calls.stack.pop()
-        if layer is _calls.unchecked:
-            _calls.unchecked = None
+        if layer is current.unchecked:
+            current.unchecked = None
             placer.check(facts for _, facts, _ in layers_of(layer, placer))
 
 
 def export_model(original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Model.export`: the exported model runs on the device that loads it."""
-    with _tf.replaced(_calls, exporting=True):
+    with setting(exporting=True):
         return original(model, *args, **kwargs)
-
-
-def calls_now() -> list[Any]:
-    """Return the layers that this thread is calling, for `calling`."""
-    return list(_calls.stack)
-
-
-def calling(calls: list[Any]) -> contextlib.AbstractContextManager[None]:
-    """Restore the calls that `calls_now` has returned, in the block."""
-    return _tf.replaced(_calls, stack=list(calls))
 
 
 def init_variable(original: Original, variable: Any, *args: Any, **kwargs: Any) -> None:
@@ -190,9 +160,9 @@ def init_variable(original: Original, variable: Any, *args: Any, **kwargs: Any) 
     if placer is None:
         original(variable, *args, **kwargs)
         return
-    paths, device = _calls.stack[-1] if _calls.stack else ((), None)
+    paths, device = current.calls[-1] if current.calls else ((), None)
     wish = placer.variable_device(current_path(), paths, device)
-    with _tf.replaced(_calls, device=wish):
+    with setting(variable_device=wish):
         original(variable, *args, **kwargs)
     if variable._value is None:
         VARIABLE_DEVICE.set(variable, wish)  # Keras gives it a value later
@@ -203,7 +173,7 @@ def initialize_variable(
 ) -> None:
     """Replace `Variable._initialize`: likewise for a value that is given later."""
     wish = VARIABLE_DEVICE.pop(variable)
-    with _tf.replaced(_calls, device=wish) if wish else contextlib.nullcontext():
+    with setting(variable_device=wish) if wish else contextlib.nullcontext():
         original(variable, *args, **kwargs)
 
 
@@ -231,7 +201,7 @@ def prepare(trainer: Any, placer: LayerPlacer) -> None:
     if all(layer.built for layer, _, _ in layers):
         placer.check(facts for _, facts, _ in layers)
     else:
-        _calls.unchecked = trainer
+        current.unchecked = trainer
 
 
 def layers_of(
@@ -264,7 +234,7 @@ def own_variables(layer: Any) -> list[Any]:
 def move(variable: Any, device: str) -> None:
     """Put a variable on another device: a new one gets its value."""
     value = variable.value.read_value()
-    with tf.init_scope(), _tf.replaced(_calls, device=device):
+    with tf.init_scope(), setting(variable_device=device):
         variable._initialize(value)
 
 
@@ -277,7 +247,7 @@ def _facts(
 ) -> LayerFacts:
     """Return a layer's facts; by default for a call by the innermost current layer."""
     if above is None:
-        paths, parent = _calls.stack[-1] if _calls.stack else (("",), None)
+        paths, parent = current.calls[-1] if current.calls else (("",), None)
         above = paths[-1]
     built_in = layer._parent_path if layer._parent_path is not None else current_path()
     inside = _inside(layer)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -97,23 +96,6 @@ class _Rows:
         )
 
 
-class _MicroBatchState(threading.local):
-    """The state of micro-batches in this thread.
-
-    Attributes:
-        parts: The number of parts into which the batch of a model's call is divided.
-        marks: The marks in the graph that is being made.
-        rows: The rows of the part that a model is being called on, or None.
-    """
-
-    parts: int = 1
-    marks: Marks | None = None
-    rows: _Rows | None = None
-
-
-_state = _MicroBatchState()
-
-
 @contextlib.contextmanager
 def dividing(parts: int, merge: Callable[..., Any] | None = None) -> Iterator[Marks]:
     """Divide the batches of models that are called inside of the block.
@@ -125,15 +107,15 @@ def dividing(parts: int, merge: Callable[..., Any] | None = None) -> Iterator[Ma
     """
     marks = Marks()
     merged = functools.partial(merge, marks=marks) if merge and parts > 1 else None
-    with _tf.replaced(_state, parts=parts, marks=marks), setting(merge=merged):
+    with setting(parts=parts, marks=marks, merge=merged):
         yield marks
 
 
 def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace `Layer.__call__`: call an outermost model on parts."""
     if (
-        _state.parts == 1
-        or _state.rows is not None
+        current.parts == 1
+        or current.part is not None
         or not isinstance(layer, keras.Model)
         or global_state.get_global_attribute("current_call_ctx") is not None
     ):
@@ -142,7 +124,7 @@ def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any
     if not leaves:
         return original(layer, *args, **kwargs)
     _check(layer)
-    parts = _divide(leaves[0], _state.parts)
+    parts = _divide(leaves[0], current.parts)
     if len(parts) == 1:
         return original(layer, *args, **kwargs)
     return _call(original, layer, args, kwargs, parts)
@@ -151,7 +133,7 @@ def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any
 def _call(
     original: Original, layer: Any, args: Any, kwargs: Any, parts: list[_Rows]
 ) -> Any:
-    marks = _state.marks or Marks()
+    marks = current.marks or Marks()
     call, marks.calls = marks.calls, marks.calls + 1
     total = parts[0].total
 
@@ -175,7 +157,7 @@ def _call(
     outputs, losses = [], []
     with setting(written=functools.partial(_warn_of_state, layer)):
         for rows, (own_args, own_kwargs) in zip(parts, given, strict=True):
-            with _tf.replaced(_state, rows=rows):
+            with setting(part=rows):
                 outputs.append(original(layer, *own_args, **own_kwargs))
             losses.append({id(one): list(one._losses) for one in _layers(layer)})
     for one in _layers(layer):
@@ -202,7 +184,7 @@ def mean_metric(
     original: Original, metric: Any, values: Any, sample_weight: Any = None
 ) -> Any:
     """Replace `Mean.update_state`: a part's value counts by its rows."""
-    rows = _state.rows
+    rows = current.part
     if rows is None or sample_weight is not None:
         return original(metric, values, sample_weight)
     values = tf.convert_to_tensor(values)
@@ -220,7 +202,7 @@ def normalize(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
     Each part updates the moving statistics: with momentum to the power of its share,
     they decay in a step as much as with the whole batch.
     """
-    rows = _state.rows
+    rows = current.part
     if rows is None:
         return original(layer, *args, **kwargs)
     momentum = layer.momentum
@@ -278,7 +260,7 @@ def _check(model: Any) -> None:
     if stateful:
         raise ValueError(
             "Layers that keep a state for each row of a batch can't be called on parts "
-            f"of it. Received: micro_batches={_state.parts} with stateful=True in "
+            f"of it. Received: micro_batches={current.parts} with stateful=True in "
             f"{', '.join(map(repr, stateful[:5]))}. Use micro_batches=1 or "
             "stateful=False."
         )
@@ -293,7 +275,7 @@ def _warn_of_state(model: Any, variable: Any) -> None:
             continue
         warnings.warn(
             f"Layer '{layer.name}' assigns its variable '{variable.name}' when it's "
-            f"called. With micro_batches={_state.parts} that's once for each "
+            f"called. With micro_batches={current.parts} that's once for each "
             "micro-batch, with its rows: a counter of calls counts them all, and "
             "statistics are not those of one batch. Use micro_batches=1 for the "
             "numbers of one process.",

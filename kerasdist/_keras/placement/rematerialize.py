@@ -18,8 +18,7 @@ variables that aren't Keras's.
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -28,32 +27,13 @@ from keras.src import tree
 from keras.src.backend.common import global_state, masking
 
 from kerasdist import _tf
-from kerasdist._keras.placement.layers import calling, calls_now
+from kerasdist._keras.context import current, setting
 from kerasdist._tf.patching import Original
-
-
-class _RematerializeState(threading.local):
-    """The state of rematerialization in this thread.
-
-    Attributes:
-        active: Whether activations are recomputed.
-        seeds: The seeds that the running segment has drawn or draws; None outside.
-        second_run: Whether the segment is in its second run.
-        drawn: How many seeds it has taken in its second run.
-    """
-
-    active: bool = False
-    seeds: list[Any] | None = None
-    second_run: bool = False
-    drawn: int = 0
-
-
-_state = _RematerializeState()
 
 
 def rematerializing(active: bool = True) -> contextlib.AbstractContextManager[None]:
     """Recompute the activations of layers that are called inside of the block."""
-    return _tf.replaced(_state, active=active)
+    return setting(rematerializing=active)
 
 
 def call_layer(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,23 +114,23 @@ def run_through_graph(
 
 def draw_seed(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Replace `SeedGenerator.next`: return the first run's seeds in the second."""
-    if _state.seeds is None:
+    if current.seeds is None:
         return original(*args, **kwargs)
-    if _state.second_run:
-        _state.drawn += 1
-        return _state.seeds[_state.drawn - 1]
+    if current.second_run:
+        current.drawn += 1
+        return current.seeds[current.drawn - 1]
     seed = original(*args, **kwargs)
-    _state.seeds.append(seed)
+    current.seeds.append(seed)
     return seed
 
 
 def assign(original: Original, variable: Any, value: Any) -> Any:
     """Replace `Variable.assign`: do nothing in the second run."""
-    return value if _state.second_run else original(variable, value)
+    return value if current.second_run else original(variable, value)
 
 
 def _is_due() -> bool:
-    return _state.active and _state.seeds is None and _tf.is_recording()
+    return current.rematerializing and current.seeds is None and _tf.is_recording()
 
 
 def _context() -> Any:
@@ -210,7 +190,7 @@ def _segment(
     seeds: list[Any] = []
     masks = [masking.get_keras_mask(tensor) for tensor in tensors]
     known: dict[str, Any] = {}
-    context, calls = _context(), calls_now()
+    context, calls = _context(), current.calls
 
     def once(given: list[Any], second_run: bool) -> list[Any]:
         """Return the outputs that are tensors, then the layers' added losses."""
@@ -218,8 +198,12 @@ def _segment(
             if mask is not None:
                 masking.set_keras_mask(tensor, mask)
         counts = [len(layer._losses) for layer in every]
-        running = _tf.replaced(_state, seeds=seeds, second_run=second_run, drawn=0)
-        with running, calling(calls), _in_context(context):
+        running = setting(calls=calls, seeds=seeds, second_run=second_run, drawn=0)
+        # So that there is one before, also in a thread that has called no layer.
+        global_state.set_global_attribute("current_call_ctx", _context())
+        state = global_state.GLOBAL_STATE_TRACKER
+        in_context = _tf.replaced(state, current_call_ctx=context)
+        with running, in_context:
             outputs = run(given)
         losses = [layer._losses[n:] for layer, n in zip(every, counts, strict=True)]
         for layer, count in zip(every, counts, strict=True):
@@ -279,16 +263,6 @@ def _segment(
     for layer, losses in zip(every, known["losses"], strict=True):
         layer._losses.extend(flat.pop(0) for _ in losses)
     return tree.pack_sequence_as(known["outputs"], leaves)
-
-
-@contextlib.contextmanager
-def _in_context(context: Any) -> Iterator[None]:
-    before = _context()
-    global_state.set_global_attribute("current_call_ctx", context)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("current_call_ctx", before)
 
 
 def _after(tensor: Any, gradients: Any) -> Any:

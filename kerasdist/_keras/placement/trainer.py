@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,9 @@ import keras
 import tensorflow as tf
 from keras.src import backend, tree
 
+from kerasdist._keras.context import current
 from kerasdist._keras.placement.layers import LayerPlacer, placer_of, prepare
+from kerasdist._keras.protocols import translating
 from kerasdist._keras.unscoped_models import can_be_called
 from kerasdist._tf.patching import Original
 from kerasdist._tf.variables import facets_of
@@ -137,18 +138,19 @@ def make_function(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
     if placer is None:
         return original(trainer, *args, **kwargs)
     _check(trainer)
-    ensure_planned(trainer, placer, _next.example)
+    ensure_planned(trainer, placer, current.next_batch)
     with trainer.distribute_strategy.scope():
         prepare(trainer, placer)
+    name = original.__name__.removeprefix("make_")
+    before = getattr(trainer, name)
     original(trainer, *args, **kwargs)
-    for kind in ("train", "test", "predict"):
-        function = getattr(trainer, f"{kind}_function")
-        if function is not None and not isinstance(function, _Recorded):
-            if kind == "train":
-                function = _count(trainer, function)
-            recorded = _Recorded(placer, trainer, kind, function)
-            setattr(trainer, f"{kind}_function", recorded)
-    return getattr(trainer, original.__name__.removeprefix("make_"))
+    function = getattr(trainer, name)
+    if function is not before:
+        if name == "train_function":
+            function = _count(trainer, function)
+        kind = name.removesuffix("_function")
+        setattr(trainer, name, _recorded(placer, trainer, kind, function))
+    return getattr(trainer, name)
 
 
 def init_epoch_iterator(
@@ -158,45 +160,29 @@ def init_epoch_iterator(
     original(iterator, *args, **kwargs)
     placer = placer_of(iterator._distribute_strategy)
     if placer is not None:
-        _next.rows = iterator.data_adapter.batch_size
-        _next.example = None
+        current.next_rows = iterator.data_adapter.batch_size
+        current.next_batch = None
         if placer.needs_plan:
-            _next.example = iterator.data_adapter.get_tf_dataset().element_spec
+            current.next_batch = iterator.data_adapter.get_tf_dataset().element_spec
 
 
-class _Next(threading.local):
-    """The known facts about the batches of this thread's next loop.
+def _recorded(
+    placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a train, test or predict function whose first call is recorded."""
+    optimizer = getattr(getattr(trainer, "optimizer", None), "name", "")
+    first = not trainer.run_eagerly
 
-    Attributes:
-        rows: Their number of rows, or None.
-        example: A batch's specification, if a placement is planned by it; or None.
-    """
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        if not first:
+            return function(*args, **kwargs)
+        first = False
+        with placer.recording(kind, current.next_rows, optimizer):
+            return function(*args, **kwargs)
 
-    rows: int | None = None
-    example: Any = None
-
-
-_next = _Next()
-
-
-class _Recorded:
-    """A train, test or predict function, whose first call is recorded."""
-
-    def __init__(
-        self, placer: LayerPlacer, trainer: Any, kind: str, function: Callable[..., Any]
-    ) -> None:
-        functools.update_wrapper(self, function)
-        self._function = function
-        self._placer, self._kind = placer, kind
-        self._optimizer = getattr(getattr(trainer, "optimizer", None), "name", "")
-        self._first = not trainer.run_eagerly
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._first:
-            return self._function(*args, **kwargs)
-        self._first = False
-        with self._placer.recording(self._kind, _next.rows, self._optimizer):
-            return self._function(*args, **kwargs)
+    return call
 
 
 def _count(trainer: Any, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -247,13 +233,8 @@ def begun_with_batch(step_function: Callable[..., Any]) -> Callable[..., Any]:
 
 def name_the_lost(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace methods that train or use a model: raise the lost worker's error."""
-    try:
+    with translating(facets_of(trainer.distribute_strategy).failure):
         return original(trainer, *args, **kwargs)
-    except tf.errors.OpError as error:
-        failure = failure_behind(trainer, error)
-        if failure is None:
-            raise
-        raise failure from error
 
 
 def failure_behind(trainer: Any, error: Exception) -> Exception | None:

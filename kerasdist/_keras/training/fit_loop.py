@@ -28,12 +28,12 @@ from kerasdist._keras.elastic.finished_calls import (
     adopt,
     calls_of,
     changed,
+    numbers_of_one,
     plain,
     refuse_newcomer,
 )
 from kerasdist._keras.elastic.joining import depart, join
 from kerasdist._keras.elastic.step import ContinuableStep
-from kerasdist._keras.elastic.training_state import begin as begin_fit
 from kerasdist._keras.elastic.training_state import leave_out_epochs
 from kerasdist._keras.file_writers import note_own_files
 from kerasdist._keras.placement.trainer import failure_behind
@@ -265,7 +265,8 @@ def before_first_step(trainer: Any, callbacks: Sequence[Any]) -> Any:
     elastic = hooks.elastic
     if elastic is not None:
         callbacks = without_bars(callbacks)
-        begin_fit(callbacks)
+        current.callbacks = callbacks
+        current.begun = [numbers_of_one(callback) for callback in callbacks]
         calls = calls_of(hooks, elastic)
         if elastic.joining:
             finished = calls.find("fit", hooks)
@@ -361,7 +362,7 @@ def fit(original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         ending_threads_after_error(),
         setting(**facts),
         closing_readers(),
-        translating(hooks),
+        translating(hooks.workers.failure),
         in_fit(hooks),
     ):
         initial = getattr(trainer, "_initial_epoch", None)
@@ -438,7 +439,7 @@ def on_chief_only(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
         ending_threads_after_error(),
         setting(data_pending=False, evaluating=True),
         closing_readers(),
-        translating(hooks),
+        translating(hooks.workers.failure),
     ):
         if hooks.dynamic is not None:
             return hooks.dynamic.evaluate(call, retrace)

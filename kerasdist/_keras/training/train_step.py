@@ -232,7 +232,7 @@ def make_function(
         calls = test_function(trainer, hooks, instrumented)
 
     def call(iterator: Any) -> Any:
-        with translating(hooks), inside():
+        with translating(hooks.workers.failure), inside():
             if local is None:
                 return calls(iterator)
             local.begin_steps(trainer)
@@ -324,7 +324,7 @@ def predict_on_batch(original: Original, trainer: Any, x: Any) -> Any:
         renew_prediction(trainer, hooks)
         return original(trainer, hooks.data.own_rows(x))
 
-    with translating(hooks), hooks.workers.collective_scope():
+    with translating(hooks.workers.failure), hooks.workers.collective_scope():
         return repeated(hooks.elastic, call)
 
 

@@ -91,7 +91,7 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
         return self._spec
 
     def __iter__(self) -> Iterator[Any]:
-        if _tf.executing_eagerly():
+        if tf.executing_eagerly():
             return LoopIterator(self, self.begin())
 
         def begin() -> list[Any]:
@@ -228,7 +228,7 @@ class LoopIterator(_tf.DistributedIterator):
         return self
 
     def __next__(self) -> Any:
-        if not _tf.executing_eagerly():
+        if not tf.executing_eagerly():
             return self._loop.next_in_graph(required=True)[1]
         batch = self._loop.take()
         if batch is None:
@@ -241,7 +241,7 @@ class LoopIterator(_tf.DistributedIterator):
 
     def get_next_as_optional(self) -> _tf.OptionalBatch:
         """Return the next batch, or the fact that there is none."""
-        if not _tf.executing_eagerly():
+        if not tf.executing_eagerly():
             return _tf.OptionalBatch(*self._loop.next_in_graph())
         batch = self._loop.take()
         return _tf.OptionalBatch(tf.constant(batch is not None), batch)
@@ -253,7 +253,7 @@ class LoopIterator(_tf.DistributedIterator):
 
     def __tf_tracing_type__(self, context: Any) -> Any:
         # A function isn't traced again for each pass.
-        return _tf.same_for_all(self._loop._in_graphs)
+        return _tf.SameForAll(self._loop._in_graphs)
 
     def __del__(self) -> None:
         # `break`, or an error in the loop. Nothing may wait here.

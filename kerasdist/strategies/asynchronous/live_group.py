@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
@@ -89,7 +90,7 @@ class AsyncWorkers(Workers):
         if self.is_evaluating:
             return False
         in_step = self._stepping or bool(self.passes)
-        return in_step or not _tf.executing_eagerly()
+        return in_step or not tf.executing_eagerly()
 
     def local_step(self) -> contextlib.AbstractContextManager[None]:
         """Make a `with` block this worker's own step."""

@@ -415,7 +415,7 @@ class SharedTables:
 
         TensorFlow discards that trace, initializes them, and traces again.
         """
-        if _tf.executing_eagerly():
+        if tf.executing_eagerly():
             return True
         copies = [self._workers.copies(v)[0] for v in variables]
         with tf.init_scope():

@@ -295,12 +295,12 @@ def own_part(
     if batch_size is None:
         # A function after `batch` may change the size, so each batch is divided by
         # itself.
-        dataset = _tf.rebatch_each(dataset, replicas)
+        dataset = _tf.RebatchDataset(dataset, replicas)
     else:
         dataset = dataset.rebatch(own_sizes(batch_size, first, replicas))
     if by_file:
         try:
-            dataset = _tf.auto_shard(
+            dataset = _tf.AutoShardDataset(
                 dataset, communicator.size, communicator.rank, replicas
             )
         except tf.errors.NotFoundError as error:

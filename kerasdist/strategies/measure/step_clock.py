@@ -455,7 +455,7 @@ class StepClock:
             tf.type_spec_from_value, batch, expand_composites=False
         )
         counts = {Slot.STEPS: 1.0, Slot.ROWS: rows}
-        if _tf.executing_eagerly():
+        if tf.executing_eagerly():
             self._is_eager = self._noted = self._in_call
             begin = time.time()
             outputs = run(data)
@@ -493,7 +493,7 @@ class StepClock:
         ready = communication.time_after_all(gradients) if self._replicas > 1 else None
         if _tf.local_replica_id() > 0:
             return reduce(())
-        if _tf.executing_eagerly():
+        if tf.executing_eagerly():
             begin = time.time()
             reduced = reduce(())
             times = {Slot.GRADIENTS: begin, Slot.REDUCED: time.time()}

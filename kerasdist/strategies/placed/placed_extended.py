@@ -71,7 +71,7 @@ class HybridExtended(SynchronousExtended):
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         with placed_step(self.kerasdist):
-            if _tf.executing_eagerly():
+            if tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             first = self.workers.layout.first
             with _tf.own_seed(self.workers.current_replica()):
@@ -102,7 +102,7 @@ def placed_step(facets: StrategyExtensions) -> Iterator[None]:
         facets: The strategy's: its placer, micro-batches and stage clock count.
     """
     with contextlib.ExitStack() as stack:
-        if not _tf.executing_eagerly():
+        if not tf.executing_eagerly():
             choose = facets.placer.choose(tf.compat.v1.get_default_graph())
             stack.enter_context(gradient_placement.default_placement(choose))
         stack.enter_context(
@@ -166,14 +166,11 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
             return next_creator(**kwargs)
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
-        with self._step():
-            if _tf.executing_eagerly():
+        with placed_step(self.kerasdist):
+            if tf.executing_eagerly():
                 return super()._call_for_each_replica(fn, args, kwargs)
             with gradient_placement.replica_of(self._container_strategy()):
                 return fn(*args, **kwargs)
-
-    def _step(self) -> contextlib.AbstractContextManager[None]:
-        return placed_step(self.kerasdist)
 
     def _update(self, var: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
         with gradient_placement.update_on(var.device):

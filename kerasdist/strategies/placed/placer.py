@@ -68,7 +68,7 @@ def in_micro_batches(
         rematerialize: Whether activations are recomputed instead of kept.
         clock: Measures the stages, if the step is measured.
     """
-    graph = None if _tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else len(graph.get_operations())
     with (
         dividing(micro_batches, _merge_slices) as marks,
@@ -86,7 +86,7 @@ def _merge_slices(gradient: Any, marks: Any) -> Any:
     """Add up the slices of a gradient that each micro-batch has for one lookup."""
     if (
         not isinstance(gradient, tf.IndexedSlices)
-        or _tf.executing_eagerly()
+        or tf.executing_eagerly()
         or not marks.calls
     ):
         return gradient
@@ -357,14 +357,12 @@ def on_one_device(model: Any) -> Iterator[None]:
     state = whole_state(model)
     _check_room(first, sum(_tf.bytes_of(v) for v in state if v.device != first))
     kept = [(v, v.numpy()) for v in state if v.device == first]
-    before = facets.placer, facets.micro_batches, facets.rematerialize
+    placer = _OneDevice(facets.placer)
+    whole = _tf.replaced(facets, placer=placer, micro_batches=1, rematerialize=False)
     try:
-        with copied_to(model, first):
-            facets.placer = _OneDevice(facets.placer)
-            facets.micro_batches, facets.rematerialize = 1, False
+        with copied_to(model, first), whole:
             yield
     finally:
-        facets.placer, facets.micro_batches, facets.rematerialize = before
         for variable, value in kept:
             variable.assign(value)
 

@@ -94,10 +94,10 @@ class Move:
 
     source: str
     target: str
-    tensors: int
-    fixed: int
-    per_row: int
-    unknown: int
+    tensors: int = 0
+    fixed: int = 0
+    per_row: int = 0
+    unknown: int = 0
 
     def bytes(self, rows: int) -> int:
         """Return the bytes in a step with a batch of this many rows."""
@@ -156,7 +156,8 @@ def places_of(nodes: Iterable[RunNode], names: Names, rows: int | None) -> StepP
     """
     nodes = list(nodes)
     counts: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0, 0])
-    sent: dict[tuple[str, str], list[int]] = collections.defaultdict(lambda: [0] * 4)
+    sent: dict[tuple[str, str], dict[str, int]]
+    sent = collections.defaultdict(collections.Counter)
     for node in nodes:
         if any(CLOCK in name for name in (node.name, *node.inputs)):
             continue
@@ -166,12 +167,12 @@ def places_of(nodes: Iterable[RunNode], names: Names, rows: int | None) -> StepP
         elif node.target is not None and not node.name.startswith("GroupCrossDevice"):
             size = _size(node, names)
             found = sent[node.device, node.target]
-            found[0] += 1
+            found["tensors"] += 1
             if size is None:
-                found[3] += 1
+                found["unknown"] += 1
             else:
-                found[1] += size[0]
-                found[2] += size[1]
+                found["fixed"] += size[0]
+                found["per_row"] += size[1]
     order = {layer: i for i, layer in enumerate(names.layers.values())}
     return StepPlaces(
         rows=rows,
@@ -182,17 +183,8 @@ def places_of(nodes: Iterable[RunNode], names: Names, rows: int | None) -> StepP
             )
         ),
         moves=tuple(
-            Move(
-                source=source,
-                target=target,
-                tensors=tensors,
-                fixed=fixed,
-                per_row=per_row,
-                unknown=unknown,
-            )
-            for (source, target), (tensors, fixed, per_row, unknown) in sorted(
-                sent.items()
-            )
+            Move(source=source, target=target, **figures)
+            for (source, target), figures in sorted(sent.items())
         ),
     )
 

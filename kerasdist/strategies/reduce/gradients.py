@@ -330,7 +330,7 @@ def _warn_of_constants(
     log_once: Callable[[str, str], None],
 ) -> None:
     """Inform once that slices of eager steps may be added up differently."""
-    if linear or not _tf.executing_eagerly():
+    if linear or not tf.executing_eagerly():
         return
     if split.seem_constant(reduced):
         log_once(

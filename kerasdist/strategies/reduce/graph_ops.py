@@ -62,7 +62,7 @@ class CollectiveOps:
             step: Whether an optimizer step begins with it.
         """
         # Arrays of eager code belong to that code, so buffers aren't lent.
-        lend = not _tf.executing_eagerly()
+        lend = not tf.executing_eagerly()
 
         def reduce(*arrays: Any) -> list[Any]:
             self._communicator.step += step
@@ -116,7 +116,7 @@ class CollectiveOps:
             step: Whether an optimizer step begins with it.
         """
         # Arrays of eager code belong to that code, so buffers aren't lent.
-        lend = not _tf.executing_eagerly()
+        lend = not tf.executing_eagerly()
 
         def reduce(present: Any, *arrays: Any) -> list[Any]:
             self._communicator.step += step
@@ -197,7 +197,7 @@ class CollectiveOps:
             *beside,
         ]
         # Arrays of eager code belong to that code, so buffers aren't lent.
-        lend = not _tf.executing_eagerly()
+        lend = not tf.executing_eagerly()
         count = len(tables)
 
         def exchange(*arrays: Any) -> list[Any]:
@@ -283,7 +283,7 @@ class CollectiveOps:
             ValueError: XLA would compile it.
         """
         function = self._counted(function)
-        if _tf.executing_eagerly():
+        if tf.executing_eagerly():
             results = function(*[tensor.numpy() for tensor in tensors])
             return [
                 tf.convert_to_tensor(r, d) for r, d in zip(results, dtypes, strict=True)

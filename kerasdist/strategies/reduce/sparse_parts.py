@@ -77,7 +77,7 @@ def _added_if_few(slices: Any) -> tuple[Any, Any]:
         return sums.values, sums.indices
 
     values, indices = tf.cond(few, added, lambda: (slices.values, slices.indices))
-    if not _tf.executing_eagerly():
+    if not tf.executing_eagerly():
         values.set_shape([None, *slices.values.shape[1:]])
         indices.set_shape([None])
     return tf.IndexedSlices(values, indices, slices.dense_shape), few
@@ -557,7 +557,7 @@ def _checked(pieces: list[Any], mean: Any, mine: Any) -> list[Any]:
     # With 16 bits it is rounded; and without any rows it is 0.
     same = (tf.abs(mean - mine) < 0.01) | tf.equal(mean, 0)
     check = tf.debugging.Assert(same, [_DIFFERENT])
-    if _tf.executing_eagerly():
+    if tf.executing_eagerly():
         return pieces
     with tf.control_dependencies([check]):
         return [

@@ -231,16 +231,16 @@ class SharingExtended(_tf.MirroredExtended):
         self, input_fn: Any, replication_mode: Any = None
     ) -> Any:
         del replication_mode  # there's one function per worker in any case
-        return _tf.input_fn_iterator(
+        return _tf.InputFunctionIterator(
             input_fn,
             self._input_workers,
-            self._input_place(),
+            [self._input_place()],
             self._container_strategy(),
         )
 
     def _input_place(self) -> Any:
         communicator = self.workers.communicator
-        return _tf.input_context(
+        return tf.distribute.InputContext(
             communicator.size, communicator.rank, self.workers.replicas
         )
 
@@ -248,7 +248,7 @@ class SharingExtended(_tf.MirroredExtended):
         return _tf.distribute_from_function(
             dataset_fn,
             self._input_workers_with_options(options),
-            self._input_place(),
+            [self._input_place()],
             self._container_strategy(),
             options,
         )

@@ -212,7 +212,7 @@ class SynchronousExtended(SharingExtended):
         self._initial_value = None
 
         alone = self.workers.communicator.size == 1
-        if alone and (len(self._devices) == 1 or _tf.executing_eagerly()):
+        if alone and (len(self._devices) == 1 or tf.executing_eagerly()):
             return value
 
         def from_chief() -> Any:
@@ -235,14 +235,14 @@ class SynchronousExtended(SharingExtended):
             inside = (AttributeError, NotImplementedError, TypeError, ValueError)
             found = None
             with contextlib.suppress(*inside), tf.init_scope():
-                if _tf.executing_eagerly():
+                if tf.executing_eagerly():
                     found = from_chief()
             if found is not None:
                 self._initial_value = found
                 return _tf.as_operation(found)
             return from_chief()  # it's computed from tensors inside of the function
 
-        return from_chief if _tf.executing_eagerly() else now
+        return from_chief if tf.executing_eagerly() else now
 
     def first_value(self, value: Any) -> Any:
         """Return the value that a new variable begins with on all workers."""
@@ -443,7 +443,7 @@ class DataParallelStrategy(BlockStrategy):
             The function's results, merged over this worker's replicas.
         """
         run = super().run
-        if not COMPILED.get(fn) or _tf.executing_eagerly():
+        if not COMPILED.get(fn) or tf.executing_eagerly():
             return run(fn, args, kwargs, options)
         devices = self.extended.workers.devices
         return _tf.compiled_in_parts(lambda: run(fn, args, kwargs, options), devices)

@@ -12,7 +12,7 @@ from kerasdist._keras.elastic.finished_calls import (
     adopt,
     arrays_of,
     changed,
-    numbers_of,
+    numbers_of_one,
 )
 
 STOPPING = keras.callbacks.EarlyStopping
@@ -27,7 +27,7 @@ class Losses:
         self.callback = callback
         callback.set_model(self.model)
         callback.on_train_begin()
-        self.begun = numbers_of([callback])
+        self.begun = [numbers_of_one(callback)]
         self.epoch = 0
 
     def go_on(self, losses: list[float]) -> Any:
@@ -70,7 +70,7 @@ def test_a_smallest_change_counts_in_the_same_direction(
 def test_a_list_is_given_once_however_often_it_is_adopted() -> None:
     member, newcomer = keras.callbacks.Callback(), keras.callbacks.Callback()
     member.seen, newcomer.seen = [], []
-    begun = numbers_of([member])
+    begun = [numbers_of_one(member)]
     member.seen.append(4)
     states = changed([member], begun)
     adopt([newcomer], states)
