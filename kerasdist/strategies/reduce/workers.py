@@ -147,12 +147,19 @@ def local_sum(workers: Workers, value: Any) -> Any:
         if len(local) == 1:
             return local[0]
         if all(isinstance(tensor, tf.IndexedSlices) for tensor in local):
-            return tf.IndexedSlices(
-                tf.concat([slices.values for slices in local], 0),
-                tf.concat([slices.indices for slices in local], 0),
-                local[0].dense_shape,
-            )
+            return concat_slices(local)
         return tf.add_n([tf.convert_to_tensor(tensor) for tensor in local])
+
+
+def concat_slices(slices: list[Any]) -> Any:
+    """Return IndexedSlices with all slices of some, of one table."""
+    if len(slices) == 1:
+        return slices[0]
+    return tf.IndexedSlices(
+        tf.concat([part.values for part in slices], 0),
+        tf.concat([part.indices for part in slices], 0),
+        slices[0].dense_shape,
+    )
 
 
 def over_workers(workers: Workers, tensors: list[Any]) -> list[Any]:
@@ -280,6 +287,11 @@ class Workers:
         """Return whether a replica of this worker sends compressed gradients itself."""
         return not self.sums_in_host or (self.ops.leads_host and not replica)
 
+    @property
+    def acts_alone(self) -> bool:
+        """Whether this worker's replicas reduce by themselves now."""
+        return self.excluding
+
     def current_replica(self) -> int:
         """Return the number of the replica that is being traced, over all workers."""
         return self.layout.first + _tf.local_replica_id()
@@ -288,7 +300,7 @@ class Workers:
     def layout(self) -> ReplicaLayout:
         """The replicas that reduce together."""
         local = len(self.devices)
-        if self.excluding:
+        if self.acts_alone:
             return ReplicaLayout(0, local, local)
         first = sum(self.job.replicas[: self.communicator.rank])
         return ReplicaLayout(first, local, sum(self.job.replicas), self.cuts)
@@ -302,7 +314,7 @@ class Workers:
     @property
     def size(self) -> int:
         """The number of workers that reduce and gather together."""
-        return 1 if self.excluding else self.communicator.size
+        return 1 if self.acts_alone else self.communicator.size
 
     @property
     def is_alone(self) -> bool:
