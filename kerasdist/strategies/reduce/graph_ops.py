@@ -24,7 +24,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.checked import sum_gradients
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.strategies.options import StrategyJob
 
@@ -109,6 +108,8 @@ class CollectiveOps:
     ) -> list[Any]:
         """Return the sums of gradients over the workers.
 
+        Sums are computed in float32 for gradients of 16 bits.
+
         Args:
             gradients: Host tensors of float dtypes.
             there: 1; or 0 for a worker that adds nothing. A scalar integer tensor.
@@ -120,13 +121,17 @@ class CollectiveOps:
 
         def reduce(present: Any, *arrays: Any) -> list[Any]:
             self._communicator.step += step
-            return sum_gradients(
-                self._communicator,
-                arrays[: len(gradients)],
-                there=bool(present),
-                beside=arrays[len(gradients) :],
+            given = arrays[: len(gradients)]
+            wide = [np.promote_types(each.dtype, np.float32) for each in given]
+            sums = self._communicator.all_reduce(
+                [*map(_as_dtype, given, wide), *arrays[len(gradients) :]],
+                scale=float(bool(present)),
+                unscaled=len(beside),
                 lend=lend,
             )
+            found = map(_as_dtype, sums, [each.dtype for each in given])
+            # Copies: a lent memory is used again when nothing of it is held any more.
+            return [*found, *map(np.array, sums[len(gradients) :])]
 
         sent = [*gradients, *beside]
         dtypes = [each.dtype for each in sent]
@@ -315,6 +320,10 @@ class CollectiveOps:
         """Make the next collective wait for a collective's results."""
         with tf.control_dependencies(results):
             self._counter.read_value()
+
+
+def _as_dtype(array: Any, dtype: Any) -> Any:
+    return array.astype(dtype, copy=False)
 
 
 def _shapes(tensors: Sequence[Any]) -> list[Any]:
