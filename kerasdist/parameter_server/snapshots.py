@@ -266,8 +266,7 @@ class Snapshotter:
         self._settings = settings
         self._membership = membership
         self._tables = tables
-        self._changed = threading.Condition()
-        self._requested = False
+        self._requested = threading.Event()
         self._due = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -366,25 +365,22 @@ class Snapshotter:
         """
         if self._settings.snapshot_updates is None and not at_once:
             return
-        with self._changed:
-            self._requested = True
-            self._due = self._due or at_once
-            self._changed.notify_all()
+        self._due = self._due or at_once
+        self._requested.set()
 
     def _run(self) -> None:
         settings = self._settings
         seconds, updates = settings.snapshot_seconds, settings.snapshot_updates
         at, count = time.monotonic(), self._tables.updates
-        while True:
+        while not self._closed:
             left = _LONGEST_WAIT
             if seconds is not None:
                 left = max(0.0, at + seconds - time.monotonic())
-            with self._changed:
-                self._changed.wait_for(lambda: self._requested or self._closed, left)
-                self._requested = False
-                due, self._due = self._due, False
-                if self._closed:
-                    return
+            self._requested.wait(left)
+            self._requested.clear()
+            if self._closed:
+                return
+            due, self._due = self._due, False
             done = self._tables.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
@@ -443,9 +439,8 @@ class Snapshotter:
         Args:
             finished: Whether the job has ended well: then the snapshot is removed.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._requested.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
         if finished:

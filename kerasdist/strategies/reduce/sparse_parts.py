@@ -24,7 +24,11 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._tf import tensor_origins
-from kerasdist.strategies.reduce.workers import Workers, concat_slices
+from kerasdist.strategies.reduce.workers import (
+    Workers,
+    concat_slices,
+    in_all_replicas,
+)
 
 # Sums of IndexedSlices over the workers: one exchange for all tables.
 #
@@ -161,15 +165,14 @@ def sum_of_slices(
         with tf.device(host):
             return exchange(list(slices), there)
 
-    def merge(_: Any, there: Any, *slices: Any) -> Any:
+    def merge(there: Any, *slices: Any) -> Any:
         with tf.device(host):
             present = workers.local(there)
             joined = [_joined(workers.local(s), present) for s in slices]
             reduced, _ = exchange(joined, tf.constant(1))
         return [_tf.broadcast_to_devices(each, workers.devices) for each in reduced]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=(there, *slices))), []
+    return list(in_all_replicas(workers, merge, there, *slices)), []
 
 
 def _joined(parts: list[Any], present: list[Any]) -> Any:

@@ -24,6 +24,26 @@ from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 # Reductions over the replicas of all workers, as `tf.distribute` defines them.
 
 
+def in_all_replicas(
+    workers: Workers, function: Callable[..., Any], *values: Any
+) -> Any:
+    """Call a function once for all replicas of this worker, in replica context.
+
+    With no other replica to wait for there's no merge call, which couldn't be inside
+    `tf.cond`.
+
+    Args:
+        workers: The workers that reduce together.
+        function: Gets a value of each replica's for each of `values`, see
+            `Workers.local`, and returns such values.
+        values: This replica's.
+    """
+    if len(workers.devices) == 1:
+        return function(*values)
+    replica = tf.distribute.get_replica_context()
+    return replica.merge_call(lambda _, *given: function(*given), args=values)
+
+
 def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
     """Sum each tensor over all replicas, in replica context."""
     if workers.is_alone:
@@ -33,38 +53,27 @@ def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
 
 def sum_in_host(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
     """Sum each tensor over the replicas of this host, in replica context."""
-    if len(workers.devices) == 1:
-        return workers.ops.all_reduce_in_host(list(tensors))
 
-    def merge(_: Any, *values: Any) -> Any:
+    def total(*values: Any) -> Any:
         added = workers.ops.add_replicas([workers.local(value) for value in values])
         totals = workers.ops.all_reduce_in_host(added)
         return [_tf.broadcast_to_devices(total, workers.devices) for total in totals]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=tuple(tensors)))
+    return list(in_all_replicas(workers, total, *tensors))
 
 
 def gather_over_replicas(workers: Workers, tensor: Any) -> Any:
     """Concatenate all replicas' tensors along the first axis, in replica context."""
 
-    def gather(mine: Any) -> Any:
-        if workers.size == 1:
-            return mine
-        with workers.ops.awaited():
-            return workers.ops.all_gather(mine)
-
-    if len(workers.devices) == 1:
-        return gather(tensor)
-
-    def merge(_: Any, value: Any) -> Any:
+    def gather(value: Any) -> Any:
         with tf.device(workers.host):
             every = tf.concat(workers.local(value), 0)
-        every = gather(every)
+        if workers.size > 1:
+            with workers.ops.awaited():
+                every = workers.ops.all_gather(every)
         return _tf.broadcast_to_devices(every, workers.devices)
 
-    replica = tf.distribute.get_replica_context()
-    return replica.merge_call(merge, args=(tensor,))
+    return in_all_replicas(workers, gather, tensor)
 
 
 def sum_once_per_worker(workers: Workers, gradients: list[Any]) -> list[Any]:
@@ -98,14 +107,12 @@ def reduce_in_replicas(
         spread: Makes one value per replica; by default `Workers.local`.
     """
     if len(workers.devices) == 1:
-        # With no other replica to wait for there's no merge call, which couldn't
-        # be inside `tf.cond`.
         values = [_tf.tensor_or_slices(value) for value in flat]
         found = _over_devices(workers, values)
         sums = over_workers(workers, values) if found is None else found
         return [finish(workers, reduce_op, total) for total in sums]
 
-    def merge(_: Any, *values: Any) -> Any:
+    def merge(*values: Any) -> Any:
         local = [(spread or workers.local)(v) for v in values]
         sparse = any(isinstance(v[0], tf.IndexedSlices) for v in local)
         sums = None if sparse else workers.ops.reduce_replicas(local)
@@ -119,8 +126,7 @@ def reduce_in_replicas(
             for total in totals
         ]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=tuple(flat)))
+    return list(in_all_replicas(workers, merge, *flat))
 
 
 def _over_devices(workers: Workers, values: list[Any]) -> list[Any] | None:
