@@ -365,22 +365,25 @@ class Snapshotter:
         """
         if self._settings.snapshot_updates is None and not at_once:
             return
-        self._due = self._due or at_once
+        if at_once:
+            self._due = True
         self._requested.set()
 
     def _run(self) -> None:
         settings = self._settings
         seconds, updates = settings.snapshot_seconds, settings.snapshot_updates
         at, count = time.monotonic(), self._tables.updates
-        while not self._closed:
+        while True:
             left = _LONGEST_WAIT
             if seconds is not None:
                 left = max(0.0, at + seconds - time.monotonic())
             self._requested.wait(left)
+            # Before it's looked at what has changed: later changes wake it again.
             self._requested.clear()
             if self._closed:
                 return
-            due, self._due = self._due, False
+            if due := self._due:
+                self._due = False
             done = self._tables.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
