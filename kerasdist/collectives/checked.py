@@ -271,25 +271,21 @@ class CheckedCommunicator(Communicator):
             )
         arrays = _arrays(buffers)
         shapes = [(check_dtype(array.dtype), array.shape) for array in arrays]
-        total = sum(array.nbytes for array in arrays)
-        flat = np.empty(total, np.uint8)
+        sizes = [array.nbytes for array in arrays]
+        flat = np.empty(sum(sizes), np.uint8)
+        parts = np.split(flat, np.cumsum(sizes, dtype=np.int64)[:-1])
         if self.rank == root:
-            start = 0
-            for array in arrays:
-                part = octets(np.ascontiguousarray(array))
-                flat[start : start + len(part)] = part
-                start += len(part)
+            for array, part in zip(arrays, parts, strict=False):
+                part[:] = octets(np.ascontiguousarray(array))
         with (
             self._user_call(shapes) as detail,
-            self._calling("broadcast", "none", "uint8", total, detail, root) as one,
+            self._calling("broadcast", "none", "uint8", flat.size, detail, root) as one,
         ):
             self._broadcast(octets(flat), root, one)
-        results, start = [], 0
-        for array in arrays:
-            copied = flat[start : start + array.nbytes].copy()
-            results.append(copied.view(array.dtype).reshape(array.shape))
-            start += array.nbytes
-        return results
+        return [
+            part.copy().view(array.dtype).reshape(array.shape)
+            for array, part in zip(arrays, parts, strict=False)
+        ]
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""

@@ -45,7 +45,12 @@ class Job:
             "none" for one worker.
         replicas: Each worker's number of replicas, by rank.
         timeouts: The timeouts as given.
+        has_servers: Whether parameter servers connect the workers: no.
+        servers: The names of these servers: none.
     """
+
+    has_servers = False
+    servers: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -65,16 +70,6 @@ class Job:
         self._session = session
         self._supervisor = supervisor
         self._closing = threading.Event()
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether parameter servers connect the workers."""
-        return False
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """The names of these servers: none."""
-        return ()
 
     def close_soon(self) -> None:
         """Close from a thread of its own, when all ranks know of the failure.
