@@ -36,12 +36,13 @@ class CollectiveOps:
         host: The CPU device of this process.
 
     Attributes:
+        communicator: See above.
         waited: Called with the seconds of each collective that a forward or backward
             pass waits for; None: they aren't counted.
     """
 
     def __init__(self, communicator: Communicator, host: str) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._host = host
         self.waited: Callable[[float], None] | None = None
         self._is_awaited = False
@@ -64,8 +65,8 @@ class CollectiveOps:
         lend = not _tf.executing_eagerly()
 
         def reduce(*arrays: Any) -> list[Any]:
-            self._communicator.step += step
-            return self._communicator.all_reduce(arrays, op, lend=lend)
+            self.communicator.step += step
+            return self.communicator.all_reduce(arrays, op, lend=lend)
 
         return self.call(reduce, tensors, [t.dtype for t in tensors], _shapes(tensors))
 
@@ -74,7 +75,7 @@ class CollectiveOps:
 
         def gather(array: Any) -> list[Any]:
             rows = np.moveaxis(array, axis, 0)
-            parts = self._communicator.all_gather(rows)
+            parts = self.communicator.all_gather(rows)
             return [np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))]
 
         shape = tensor.shape.as_list()
@@ -94,7 +95,7 @@ class CollectiveOps:
             return tensor
 
         def give(array: Any) -> list[Any]:
-            return self._communicator.broadcast([array])
+            return self.communicator.broadcast([array])
 
         return self.call(give, [tensor], [tensor.dtype], [tensor.shape])[0]
 
@@ -120,10 +121,10 @@ class CollectiveOps:
         lend = not _tf.executing_eagerly()
 
         def reduce(present: Any, *arrays: Any) -> list[Any]:
-            self._communicator.step += step
+            self.communicator.step += step
             given = arrays[: len(gradients)]
             wide = [np.promote_types(each.dtype, np.float32) for each in given]
-            sums = self._communicator.all_reduce(
+            sums = self.communicator.all_reduce(
                 [*map(_as_dtype, given, wide), *arrays[len(gradients) :]],
                 scale=float(bool(present)),
                 unscaled=len(beside),
@@ -137,25 +138,9 @@ class CollectiveOps:
         dtypes = [each.dtype for each in sent]
         return self.call(reduce, [there, *sent], dtypes, _shapes(sent))
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether all workers read one memory, so that sending is cheap."""
-        return self._communicator.shares_memory
-
-    @property
-    def sums_in_host(self) -> bool:
-        """Whether there are several hosts, and memory is shared inside of each."""
-        return not self.shares_memory and self._communicator.size > 1
-
-    @property
-    def leads_host(self) -> bool:
-        """Whether this worker is the first one of its host."""
-        within = self._communicator.within_host
-        return within is None or within.rank == 0
-
     def all_reduce_in_host(self, tensors: Sequence[Any]) -> list[Any]:
         """Sum each tensor over this host's workers; dtypes and shapes are kept."""
-        within = self._communicator.within_host
+        within = self.communicator.within_host
         if within is None:
             return list(tensors)
 
@@ -206,12 +191,12 @@ class CollectiveOps:
         count = len(tables)
 
         def exchange(*arrays: Any) -> list[Any]:
-            self._communicator.step += step
+            self.communicator.step += step
             given = iter(arrays)
             numbers = [(int(next(given)), 1) for _ in weights]
             values, indices = ([next(given) for _ in range(count)] for _ in range(2))
             whole = [int(next(given)) for _ in may] or [0] * count
-            return self._communicator.exchange_rows(
+            return self.communicator.exchange_rows(
                 [Slices(*t) for t in zip(values, indices, whole, strict=True)],
                 *(numbers[0] if numbers else ()),
                 means=[next(given) for _ in dense],
@@ -267,7 +252,7 @@ class CollectiveOps:
     def failure(self, error: Exception) -> Exception | None:
         """Return the job's failure behind TensorFlow's `error`, or None."""
         del error
-        return self._communicator.failure
+        return self.communicator.failure
 
     def call(
         self,

@@ -149,7 +149,7 @@ def sum_of_slices(
 
     def exchange(slices: list[Any], there: Any) -> tuple[list[Any], Any]:
         once: list[Any] = []
-        if linear and workers.ops.shares_memory:
+        if linear and workers.ops.communicator.shares_memory:
             pairs = [_added_if_few(each) for each in slices]
             slices, once = [list(each) for each in zip(*pairs, strict=True)]
         elif linear:

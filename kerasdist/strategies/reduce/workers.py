@@ -286,12 +286,16 @@ class Workers:
     @property
     def sums_in_host(self) -> bool:
         """Whether a host's replicas add up their gradients before these are sent."""
-        compressor = self.compression
-        return compressor is not None and compressor.is_sparse and self.ops.sums_in_host
+        group, compressor = self.ops.communicator, self.compression
+        # Inside of a host sending is cheap.
+        sends_far = group.size > 1 and not group.shares_memory
+        return sends_far and compressor is not None and compressor.is_sparse
 
     def sends(self, replica: int) -> bool:
         """Return whether a replica of this worker sends compressed gradients itself."""
-        return not self.sums_in_host or (self.ops.leads_host and not replica)
+        within = self.ops.communicator.within_host
+        leads_host = not replica and (within is None or within.rank == 0)
+        return leads_host or not self.sums_in_host
 
     @property
     def acts_alone(self) -> bool:
