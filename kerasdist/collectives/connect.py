@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import threading
@@ -229,12 +228,16 @@ def connect(
             Reporter(session.name, session.rank) if watch is None else None,
             log=watch is None,
         )
-        ring = native if chosen == "native" and native else RingCommunicator
-        build = {
-            "shared_memory": _shared,
-            "hierarchical": _hierarchical,
-        }.get(chosen, functools.partial(_ring, ring))
-        communicator = build(session, supervisor)
+        every, timeout = list(range(session.size)), timeouts.collective
+        communicator: CheckedCommunicator
+        if chosen == "hierarchical":
+            communicator = _hierarchical(session, supervisor)
+        elif chosen == "shared_memory":
+            net = mesh(session, every)
+            communicator = SharedMemoryCommunicator(net, supervisor, timeout)
+        else:
+            ring = native if chosen == "native" and native else RingCommunicator
+            communicator = ring(_circle(session, every), supervisor, timeout)
         parts.append(communicator)
         communicator.prepare()
     except BaseException as error:
@@ -276,22 +279,6 @@ def _choose(transport: str, session: Session) -> str:
             f"{len(leaders)} hosts (this host has ranks {local}). Use transport='auto'."
         )
     return transport
-
-
-def _shared(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
-    ranks = list(range(session.size))
-    return SharedMemoryCommunicator(
-        mesh(session, ranks), supervisor, session.timeouts.collective
-    )
-
-
-def _ring(
-    kind: Callable[[SocketTransport, Supervisor, float], CheckedCommunicator],
-    session: Session,
-    supervisor: FailureDetector,
-) -> CheckedCommunicator:
-    circle = _circle(session, list(range(session.size)))
-    return kind(circle, supervisor, session.timeouts.collective)
 
 
 def _hierarchical(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
