@@ -106,35 +106,23 @@ def reduce_in_replicas(
         flat: One tensor or IndexedSlices for each result.
         spread: Makes one value per replica; by default `Workers.local`.
     """
-    if len(workers.devices) == 1:
-        values = [_tf.tensor_or_slices(value) for value in flat]
-        found = _over_devices(workers, values)
-        sums = over_workers(workers, values) if found is None else found
-        return [finish(workers, reduce_op, total) for total in sums]
+    one = len(workers.devices) == 1
 
     def merge(*values: Any) -> Any:
         local = [(spread or workers.local)(v) for v in values]
         sparse = any(isinstance(v[0], tf.IndexedSlices) for v in local)
-        sums = None if sparse else workers.ops.reduce_replicas(local)
+        here = sparse or (one and workers.size == 1)
+        sums = None if here else workers.ops.reduce_replicas(local)
         if sums is not None:
             return [_mirror(workers, reduce_op, totals) for totals in sums]
-        totals = over_workers(
-            workers, [local_sum(workers, _tf.regroup(v)) for v in local]
-        )
-        return [
-            _tf.broadcast_to_devices(finish(workers, reduce_op, total), workers.devices)
-            for total in totals
-        ]
+        totals = over_workers(workers, [local_sum(workers, v) for v in local])
+        means = [finish(workers, reduce_op, total) for total in totals]
+        # A placement's one replica has several devices: they are left where they are.
+        if one:
+            return means
+        return [_tf.broadcast_to_devices(mean, workers.devices) for mean in means]
 
     return list(in_all_replicas(workers, merge, *flat))
-
-
-def _over_devices(workers: Workers, values: list[Any]) -> list[Any] | None:
-    """Sum on the devices where workers with several replicas do that, too."""
-    if workers.size == 1 or any(isinstance(v, tf.IndexedSlices) for v in values):
-        return None
-    sums = workers.ops.reduce_replicas([[value] for value in values])
-    return None if sums is None else [total for (total,) in sums]
 
 
 def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
@@ -146,9 +134,8 @@ def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
     return _tf.mirrored(finished)
 
 
-def local_sum(workers: Workers, value: Any) -> Any:
-    """Return the sum over this worker's replicas, on the host."""
-    local = workers.local(value)
+def local_sum(workers: Workers, local: list[Any]) -> Any:
+    """Return the sum of this worker's replicas' values, on the host."""
     with tf.device(workers.host):
         if len(local) == 1:
             return local[0]

@@ -321,7 +321,8 @@ class SynchronousExtended(SharingExtended):
     ) -> Any:
         del options
         workers = self.workers
-        sums = [local_sum(workers, value) for value, _ in value_destination_pairs]
+        local = [workers.local(value) for value, _ in value_destination_pairs]
+        sums = [local_sum(workers, values) for values in local]
         return [
             _tf.broadcast_to_devices(
                 finish(workers, reduce_op, total), _tf.devices_of(destinations)
