@@ -271,25 +271,21 @@ class CheckedCommunicator(Communicator):
             )
         arrays = _arrays(buffers)
         shapes = [(check_dtype(array.dtype), array.shape) for array in arrays]
-        total = sum(array.nbytes for array in arrays)
-        flat = np.empty(total, np.uint8)
+        sizes = [array.nbytes for array in arrays]
+        flat = np.empty(sum(sizes), np.uint8)
+        parts = np.split(flat, np.cumsum(sizes, dtype=np.int64)[:-1])
         if self.rank == root:
-            start = 0
-            for array in arrays:
-                part = octets(np.ascontiguousarray(array))
-                flat[start : start + len(part)] = part
-                start += len(part)
+            for array, part in zip(arrays, parts, strict=False):
+                part[:] = octets(np.ascontiguousarray(array))
         with (
             self._user_call(shapes) as detail,
-            self._calling("broadcast", "none", "uint8", total, detail, root) as one,
+            self._calling("broadcast", "none", "uint8", flat.size, detail, root) as one,
         ):
             self._broadcast(octets(flat), root, one)
-        results, start = [], 0
-        for array in arrays:
-            copied = flat[start : start + array.nbytes].copy()
-            results.append(copied.view(array.dtype).reshape(array.shape))
-            start += array.nbytes
-        return results
+        return [
+            part.copy().view(array.dtype).reshape(array.shape)
+            for array, part in zip(arrays, parts, strict=False)
+        ]
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
@@ -485,43 +481,6 @@ def _arrays(buffers: Sequence[npt.ArrayLike]) -> list[Array]:
             f"{buffers.shape}. Put it into a list."
         )
     return [np.asarray(buffer) for buffer in buffers]
-
-
-def sum_gradients(
-    communicator: Communicator,
-    gradients: Sequence[Array],
-    *,
-    there: bool = True,
-    beside: Sequence[Array] = (),
-    lend: bool = False,
-) -> list[Array]:
-    """Return the sums of gradients over the workers, and sums beside them.
-
-    Sums are computed in float32 for gradients of 16 bits.
-
-    Args:
-        communicator: Between the workers.
-        gradients: Arrays of float dtypes, the same shapes on all workers.
-        there: False for a worker that adds nothing, whatever its gradients hold.
-        beside: Arrays of any dtypes whose sums are wanted, too, from the same
-            collective: they are returned after the gradients'.
-        lend: See `Communicator.all_reduce`.
-    """
-    wide = [
-        g.astype(np.promote_types(g.dtype, np.float32), copy=False) for g in gradients
-    ]
-    sums = communicator.all_reduce(
-        [*wide, *beside],
-        scale=float(there),
-        unscaled=len(beside),
-        lend=lend,
-    )
-    found = [
-        total.astype(gradient.dtype, copy=False)
-        for total, gradient in zip(sums, gradients, strict=False)
-    ]
-    # Copies: a lent memory is used again when nothing of it is held any more.
-    return [*found, *(np.array(each) for each in sums[len(gradients) :])]
 
 
 class SingleCommunicator(CheckedCommunicator):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import threading
@@ -45,7 +44,12 @@ class Job:
             "none" for one worker.
         replicas: Each worker's number of replicas, by rank.
         timeouts: The timeouts as given.
+        has_servers: Whether parameter servers connect the workers: no.
+        servers: The names of these servers: none.
     """
+
+    has_servers = False
+    servers: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -65,16 +69,6 @@ class Job:
         self._session = session
         self._supervisor = supervisor
         self._closing = threading.Event()
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether parameter servers connect the workers."""
-        return False
-
-    @property
-    def servers(self) -> tuple[str, ...]:
-        """The names of these servers: none."""
-        return ()
 
     def close_soon(self) -> None:
         """Close from a thread of its own, when all ranks know of the failure.
@@ -234,12 +228,16 @@ def connect(
             Reporter(session.name, session.rank) if watch is None else None,
             log=watch is None,
         )
-        ring = native if chosen == "native" and native else RingCommunicator
-        build = {
-            "shared_memory": _shared,
-            "hierarchical": _hierarchical,
-        }.get(chosen, functools.partial(_ring, ring))
-        communicator = build(session, supervisor)
+        every, timeout = list(range(session.size)), timeouts.collective
+        communicator: CheckedCommunicator
+        if chosen == "hierarchical":
+            communicator = _hierarchical(session, supervisor)
+        elif chosen == "shared_memory":
+            net = mesh(session, every)
+            communicator = SharedMemoryCommunicator(net, supervisor, timeout)
+        else:
+            ring = native if chosen == "native" and native else RingCommunicator
+            communicator = ring(_circle(session, every), supervisor, timeout)
         parts.append(communicator)
         communicator.prepare()
     except BaseException as error:
@@ -281,22 +279,6 @@ def _choose(transport: str, session: Session) -> str:
             f"{len(leaders)} hosts (this host has ranks {local}). Use transport='auto'."
         )
     return transport
-
-
-def _shared(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
-    ranks = list(range(session.size))
-    return SharedMemoryCommunicator(
-        mesh(session, ranks), supervisor, session.timeouts.collective
-    )
-
-
-def _ring(
-    kind: Callable[[SocketTransport, Supervisor, float], CheckedCommunicator],
-    session: Session,
-    supervisor: FailureDetector,
-) -> CheckedCommunicator:
-    circle = _circle(session, list(range(session.size)))
-    return kind(circle, supervisor, session.timeouts.collective)
 
 
 def _hierarchical(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:

@@ -15,7 +15,13 @@ import numpy as np
 
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import BufferPool, FusedBuffer
-from kerasdist.collectives.row_exchange import Array, equal_part, octets, reducer
+from kerasdist.collectives.row_exchange import (
+    Array,
+    equal_part,
+    octets,
+    reduce_in_order,
+    reducer,
+)
 from kerasdist.transport.base import Collective, Peer
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.sockets import SocketTransport
@@ -226,17 +232,15 @@ class RingCommunicator(CheckedCommunicator):
         flat = self._results.empty(elements, dtype)
         source.copy_to(flat, 0, elements)
         timer.end("pack", size)
-        combine = reducer(op)
         if self.size > 1 and sends_whole(size, self.size):
             inputs = np.empty((self.size, elements), dtype)
             inputs[self.rank] = flat
             self._gather([octets(row) for row in inputs], collective)
             timer.skip()
-            combine(inputs[0], inputs[1], out=flat)
-            for row in inputs[2:]:
-                combine(flat, row, out=flat)
+            reduce_in_order([*inputs], op, flat)
             timer.end("reduce", size * (self.size - 1))
             return flat
+        combine = reducer(op)
         view = octets(flat)
         width = dtype.itemsize
         room = np.empty(min(elements, self.piece_bytes // width), dtype)

@@ -14,6 +14,7 @@ the table is summed as a whole instead of 3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -58,6 +59,17 @@ def itemsize(name: str) -> int:
 def reducer(op: str) -> np.ufunc:
     """Return the element-wise function of a checked op."""
     return _REDUCERS[op]
+
+
+def reduce_in_order(inputs: Sequence[Array], op: str, out: Array) -> None:
+    """Reduce arrays in rank order into `out`, which is none of them."""
+    combine = reducer(op)
+    if len(inputs) == 1:
+        np.copyto(out, inputs[0])
+        return
+    combine(inputs[0], inputs[1], out=out)
+    for values in inputs[2:]:
+        combine(out, values, out=out)
 
 
 def check_dtype(dtype: np.dtype[Any]) -> str:
@@ -377,10 +389,7 @@ def _sum(every: Array, shares: Sequence[float | None]) -> Array:
 
 
 def _row_bytes(array: Array) -> int:
-    row = array.itemsize
-    for length in array.shape[1:]:
-        row *= length
-    return row
+    return int(math.prod(array.shape[1:], start=array.itemsize))
 
 
 def _even(size: int) -> int:

@@ -57,7 +57,12 @@ from kerasdist.collectives.fused_buffer import (
     Memory,
     combine_arrays,
 )
-from kerasdist.collectives.row_exchange import Array, equal_part, reducer
+from kerasdist.collectives.row_exchange import (
+    Array,
+    equal_part,
+    reduce_in_order,
+    reducer,
+)
 from kerasdist.errors import SharedMemoryFull
 from kerasdist.transport.base import Collective
 from kerasdist.transport.liveness.failure_protocol import Supervisor
@@ -237,7 +242,7 @@ class SharedMemoryCommunicator(CheckedCommunicator):
         timer.end("pack", size)
         self._synchronize(collective)
         timer.skip()
-        _combine(inputs, flat, collective.call.op)
+        reduce_in_order(inputs, collective.call.op, flat)
         timer.end("reduce", size * (self.size - 1))
         return flat
 
@@ -443,11 +448,3 @@ def _chunk(block: slice, size: int, rank: int) -> slice:
 def _within(part: slice, block: slice) -> slice:
     """Return where a part of a block lies in the block."""
     return slice(part.start - block.start, part.stop - block.start)
-
-
-def _combine(inputs: list[Array], out: Array, op: str) -> None:
-    """Reduce all inputs in rank order into `out`, which is none of them."""
-    combine = reducer(op)
-    combine(inputs[0], inputs[1], out=out)
-    for values in inputs[2:]:
-        combine(out, values, out=out)

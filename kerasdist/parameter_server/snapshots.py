@@ -266,8 +266,7 @@ class Snapshotter:
         self._settings = settings
         self._membership = membership
         self._tables = tables
-        self._changed = threading.Condition()
-        self._requested = False
+        self._requested = threading.Event()
         self._due = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -366,10 +365,9 @@ class Snapshotter:
         """
         if self._settings.snapshot_updates is None and not at_once:
             return
-        with self._changed:
-            self._requested = True
-            self._due = self._due or at_once
-            self._changed.notify_all()
+        if at_once:
+            self._due = True
+        self._requested.set()
 
     def _run(self) -> None:
         settings = self._settings
@@ -379,12 +377,13 @@ class Snapshotter:
             left = _LONGEST_WAIT
             if seconds is not None:
                 left = max(0.0, at + seconds - time.monotonic())
-            with self._changed:
-                self._changed.wait_for(lambda: self._requested or self._closed, left)
-                self._requested = False
-                due, self._due = self._due, False
-                if self._closed:
-                    return
+            self._requested.wait(left)
+            # Before it's looked at what has changed: later changes wake it again.
+            self._requested.clear()
+            if self._closed:
+                return
+            if due := self._due:
+                self._due = False
             done = self._tables.updates
             late = seconds is not None and time.monotonic() - at >= seconds
             many = updates is not None and done - count >= updates
@@ -443,9 +442,8 @@ class Snapshotter:
         Args:
             finished: Whether the job has ended well: then the snapshot is removed.
         """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._requested.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
         if finished:

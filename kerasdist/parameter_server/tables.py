@@ -40,16 +40,14 @@ Reply = tuple[dict[str, Any], list[Array]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The reply to a worker that opens a table, with the present values.
+    """The reply to a worker that opens a table, beside that to a `Pull`.
 
     Attributes:
         crc: CRC-32 of the values' bytes.
-        version: Their version.
         clock: The worker's clock.
     """
 
     crc: int
-    version: int
     clock: int
 
 
@@ -234,11 +232,10 @@ class ServedTables:
                 clock = served.clocks.join(worker.rank)
         if made is not None and self.on_table is not None:
             self.on_table(layout)
-        with served.lock:
-            values = served.whole()
-            version = served.table.version
-        opened = Opened(crc=checksum_of(values), version=version, clock=clock)
-        return to_object(opened), values
+        # All of it: it's newer than any version before the first.
+        state, values = self.pull(Pull(table=number, since=-1), asked)
+        opened = Opened(crc=checksum_of(values), clock=clock)
+        return {**state, **to_object(opened)}, values
 
     def first_value(self, request: First, asked: Asked) -> Reply:
         """Return the first value that a worker has sent for a new variable.

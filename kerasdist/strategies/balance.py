@@ -28,7 +28,7 @@ from kerasdist._keras.protocols import KerasHooks
 from kerasdist.strategies.data.chief_data import Passes
 from kerasdist.strategies.measure.communication import Slot
 from kerasdist.strategies.measure.step_clock import StepClock
-from kerasdist.strategies.options import Options, check_choice
+from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.workers import WHOLE, Workers
 from kerasdist.strategies.sync.data import SynchronousData
 from kerasdist.strategies.sync.extended import SynchronousExtended
@@ -42,19 +42,6 @@ _UNMEASURED = 3
 _LEAST = 1.5
 # Of a batch: shares that differ by more weren't used.
 _SLACK = 0.05
-
-
-def check_balance(balance: str | None) -> None:
-    """Check the argument of a strategy.
-
-    Raises:
-        ValueError: It is unknown.
-    """
-    more = (
-        " With 'measured' faster workers get more rows of each batch; None: all get as "
-        "many."
-    )
-    check_choice("balance", balance, ("measured", None), more)
 
 
 def speeds_of(

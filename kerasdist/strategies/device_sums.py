@@ -306,7 +306,7 @@ class DeviceOps(CollectiveOps):
         See `CollectiveOps.reduce_replicas`. Several workers may have different
         numbers of replicas, so each adds its own, see `add_replicas`.
         """
-        if self._communicator.size > 1 or not _can_be_added(values):
+        if self.communicator.size > 1 or not _can_be_added(values):
             return None
         return self._sums(values)
 

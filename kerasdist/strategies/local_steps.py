@@ -24,7 +24,7 @@ from kerasdist import _tf
 from kerasdist.strategies.options import Options, StrategyJob, check_positive
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.initial_state import share_state
-from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+from kerasdist.strategies.reduce.workers import Workers
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
 # Of DiLoCo's outer optimizer.
@@ -100,15 +100,9 @@ class LocalWorkers(Workers):
     _stepping = False
 
     @property
-    def layout(self) -> ReplicaLayout:
-        """See `Workers.layout`."""
-        local = len(self.devices)
-        return ReplicaLayout(0, local, local) if self._stepping else super().layout
-
-    @property
-    def size(self) -> int:
-        """See `Workers.size`."""
-        return 1 if self._stepping else super().size
+    def acts_alone(self) -> bool:
+        """See `Workers.acts_alone`."""
+        return self._stepping or self.excluding
 
     def current_replica(self) -> int:
         """See `Workers.current_replica`; each replica has its own also in a step."""

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
@@ -32,7 +31,7 @@ from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
 from kerasdist.transport.rendezvous.bind import narrow, on_free_port, report_unprotected
 from kerasdist.transport.sockets import SocketTransport
-from kerasdist.transport.tracing import Recorder, now
+from kerasdist.transport.tracing import now
 
 # This process's gRPC server, through which TensorFlow's collectives communicate.
 #
@@ -113,76 +112,10 @@ def _start_server(rank: int, host: str) -> None:
     _LOG.warning("kerasdist: %s", text)
 
 
-# Deadlines for TensorFlow's collectives.
-#
-# TensorFlow can put a time-out on each of its collectives, but keeps some 20 KB for
-# each until that has expired, even if it has ended: with ten minutes, gigabytes. So
-# the deadlines are kept here, and a thread ends collectives that are late.
-
 # Seconds between two looks at the deadlines.
 _LOOK_SECONDS = 0.2
 # Ending the late collective takes the thread at most about this long.
 _JOIN_SECONDS = 10.0
-
-
-class CollectiveDeadlines:
-    """The pending collectives, and a thread that reports a late one.
-
-    All have the same time limit, so that the first to begin is the first to be late.
-
-    Args:
-        name: Name of the thread.
-        late: Called once, from the thread, with the first collective that isn't
-            done at its deadline.
-    """
-
-    def __init__(self, name: str, late: Callable[[Call], None]) -> None:
-        self._late = late
-        self._lock = threading.Lock()
-        self._pending: dict[int, tuple[Call, Deadline]] = {}
-        self._stopped = False
-        self._closed = threading.Event()
-        self._thread = daemon(name, self._run)
-        self._thread.start()
-
-    def begin(self, call: Call, deadline: Deadline) -> None:
-        """Register a collective that begins.
-
-        Raises:
-            Aborted: `stop` was called.
-        """
-        with self._lock:
-            if self._stopped:
-                raise Aborted
-            self._pending[call.sequence] = call, deadline
-
-    def end(self, sequence: int) -> None:
-        """Unregister one that is done or has failed; unknown ones are ignored."""
-        with self._lock:
-            self._pending.pop(sequence, None)
-
-    def stop(self) -> list[Call]:
-        """Allow no further collectives; return those that are pending."""
-        with self._lock:
-            self._stopped = True
-            return [call for call, _ in self._pending.values()]
-
-    def close(self) -> None:
-        """End the thread. Can be called twice."""
-        self.stop()
-        self._closed.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)
-
-    def _run(self) -> None:
-        while not self._closed.wait(_LOOK_SECONDS):
-            with self._lock:
-                first = next(iter(self._pending.values()), None)
-            if first is not None and first[1].expired:
-                self._late(first[0])
-                return
-
-
 _LOG = logging.getLogger("kerasdist")
 _COLLECTIVE = re.compile(r"Collective ops is aborted|Collective(Reduce|Gather|Bcast)")
 _TASK = re.compile(r"remote target /job:worker/replica:0/task:(\d+)")
@@ -231,11 +164,16 @@ class NativeCommunicator(RingCommunicator):
     ) -> None:
         super().__init__(transport, supervisor, timeout)
         self._in_use = in_use
-        self._watch = CollectiveDeadlines(
-            f"kerasdist-native rank {self.rank}", self._late
-        )
-        # The start times of collectives that are recorded.
-        self._began: dict[int, tuple[int, Call]] = {}
+        # The sums on devices that aren't done, by number: until when each has to be,
+        # and when it began, or 0 if it isn't recorded. TensorFlow can put a time-out on
+        # each of its collectives, but keeps some 20 KB for each until that has expired,
+        # even if it has ended: with ten minutes, gigabytes. So a thread watches them.
+        self._pending: dict[int, tuple[Call, Deadline, int]] = {}
+        self._noting = threading.Lock()
+        self._stopped = False
+        self._ended = threading.Event()
+        self._watch = daemon(f"kerasdist-native rank {self.rank}", self._look)
+        self._watch.start()
 
     def prepare(self) -> None:
         """See `CheckedCommunicator.prepare`: connect TensorFlow's servers."""
@@ -269,20 +207,22 @@ class NativeCommunicator(RingCommunicator):
             self.sequence += 1
             call = Call(self.sequence, "all_reduce", "sum", dtype, elements, detail)
             self.supervisor.call = call
-            self._watch.begin(call, Deadline(self.timeout))
-            if self._recorder is not None:
-                self._began[call.sequence] = now(), call
+            began = 0 if self._recorder is None else now()
+            with self._noting:
+                if self._stopped:
+                    raise Aborted
+                self._pending[call.sequence] = call, Deadline(self.timeout), began
             return call.sequence
 
     def end(self, sequence: int) -> None:
         """End a sum on devices."""
-        self._watch.end(sequence)
-        began = self._began.pop(sequence, None) if self._began else None
+        with self._noting:
+            found = self._pending.pop(sequence, None)
         recorder = self._recorder
-        if began is not None and recorder is not None:
-            begin, call = began
+        if found is not None and found[2] and recorder is not None:
+            call, _, began = found
             size = call.elements * itemsize(call.dtype)
-            recorder.add(call.kind, begin, now(), size, call)
+            recorder.add(call.kind, began, now(), size, call)
 
     def translate(self, error: BaseException) -> errors.CollectiveError | None:
         """Return the job's failure behind TensorFlow's error; None for another cause.
@@ -322,22 +262,29 @@ class NativeCommunicator(RingCommunicator):
             f"{self.step}: {said}"
         )
 
-    def _late(self, call: Call) -> None:
-        here = self.peers[self.rank]
-        silent = PeerSilent(self.peers[self.rank - 1], "its time is over")
-        self.abort(explain(silent, call, here, "", self.supervisor, self._failure))
-
-    def _record(self, recorder: Recorder | None) -> None:
-        super()._record(recorder)
-        self._began.clear()
+    def _look(self) -> None:
+        """End all sums on devices if one is late; in a thread of its own."""
+        late = None
+        while late is None and not self._ended.wait(_LOOK_SECONDS):
+            with self._noting:
+                # All have the same time limit: the first to begin is late first.
+                first = next(iter(self._pending.values()), None)
+            late = first[0] if first is not None and first[1].expired else None
+        if late is not None:
+            here = self.peers[self.rank]
+            silent = PeerSilent(self.peers[self.rank - 1], "its time is over")
+            self.abort(explain(silent, late, here, "", self.supervisor, self._failure))
 
     def _abort(self) -> None:
         super()._abort()
-        pending = self._watch.stop()
-        if pending:
+        with self._noting:
+            self._stopped = True
+        if self._pending:
             # Only then, because other strategies of this process may continue.
             remote.abort_collectives(str(self._failure or "the strategy was closed"))
 
     def _close(self) -> None:
-        self._watch.close()
+        self._ended.set()
+        if threading.current_thread() is not self._watch:
+            self._watch.join(_JOIN_SECONDS)
         super()._close()

@@ -36,6 +36,7 @@ from kerasdist.strategies.options import (
     ELASTIC_VARIABLE,
     Options,
     StrategyJob,
+    check_choice,
     check_installed,
     elasticity,
     refuse_together,
@@ -176,13 +177,8 @@ class ParameterServerStrategy(DataParallelStrategy):
         start_workers: int | None = None,
     ) -> None:
         check_installed()
-        if mode not in MODES:
-            raise ValueError(f"`mode` must be one of {MODES}. Received: mode={mode!r}.")
-        if transport not in TRANSPORTS:
-            raise ValueError(
-                f"`transport` must be one of {TRANSPORTS}. "
-                f"Received: transport={transport!r}."
-            )
+        check_choice("mode", mode, MODES)
+        check_choice("transport", transport, TRANSPORTS)
         options = Options(
             initial_state=initial_state,
             shard=shard,

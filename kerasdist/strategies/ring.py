@@ -13,7 +13,7 @@ from kerasdist.collectives import connect
 from kerasdist.compression import Compressor, compressor_of
 from kerasdist.errors import ClusterError
 from kerasdist.placement.plan import Plan
-from kerasdist.strategies.balance import BalancedExtended, check_balance
+from kerasdist.strategies.balance import BalancedExtended
 from kerasdist.strategies.cluster_resolver import given_cluster
 from kerasdist.strategies.device_sums import (
     make_device_ops,
@@ -219,7 +219,8 @@ class RingStrategy(DataParallelStrategy):
         )
         check_choice("local_reduction", local_reduction, ("auto", "device", "host"))
         local = local_steps_of(local_steps)
-        check_balance(balance)
+        more = " With 'measured' faster workers get more rows of each batch; None: all "
+        check_choice("balance", balance, ("measured", None), f"{more}get as many.")
         in_use = _tf.in_use()
         check_micro_batches(micro_batches)
         placer = None

@@ -247,17 +247,19 @@ def test_of_several_workers_of_a_host_one_sends_their_sum():
         def work(communicator):
             ops = CollectiveOps(communicator, "/device:CPU:0")
             memories, owner = Memories(compressor), tf.Variable(first[0])
+            within, far = communicator.within_host, not communicator.shares_memory
+            leads = within is None or within.rank == 0
             found = [
                 compressed_sums(
                     *(compressor, memories, [tf.constant(gradient)], [owner], 1.0),
                     *(ops.all_reduce, ops.all_gather),
-                    in_host=ops.all_reduce_in_host if ops.sums_in_host else None,
-                    leads=ops.leads_host,
+                    in_host=ops.all_reduce_in_host if far else None,
+                    leads=leads,
                 )[0].numpy()
                 for gradient in given[communicator.rank]
             ]
             kept = [variable.numpy() for variable in memories.variables]
-            return ops.leads_host, [*found, *kept]
+            return leads, [*found, *kept]
 
         return group.run(work)
 

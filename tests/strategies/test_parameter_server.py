@@ -33,7 +33,7 @@ def settings(monkeypatch, cluster, kind="worker", index=0):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"mode": "slow"}, r"^`mode` must be one of .*\. Received: mode='slow'\.$"),
+        ({"mode": "slow"}, r"^`mode` must be 'sync' or .*\. Received: mode='slow'\.$"),
         ({"max_staleness": 1}, r"Received: max_staleness=1 with mode='sync'"),
         ({"mode": "async", "max_staleness": -1}, r"Received: max_staleness=-1; exp"),
         ({"mode": "async", "max_staleness": True}, "Received: max_staleness=True; exp"),

@@ -307,17 +307,13 @@ def _collect(
             kind: tuple(text for part in parts for text in part.tasks[kind])
             for kind in _KINDS
         }
+        ranks = [0, *(each.rank for each in others)]
+        facts = [part.facts or {} for part in parts]
         roster = LauncherRoster(
-            cluster={kind: some for kind, some in addresses.items() if some}
+            cluster={kind: some for kind, some in addresses.items() if some},
+            facts=dict(zip(ranks, facts, strict=True)),
+            refused=(*listener.refusals(), *refused),
         )
-        if options.only_looks:
-            ranks = [0, *(each.rank for each in others)]
-            facts = [part.facts or {} for part in parts]
-            roster = dataclasses.replace(
-                roster,
-                facts=dict(zip(ranks, facts, strict=True)),
-                refused=(*listener.refusals(), *refused),
-            )
         for index, each in enumerate(others, 1):
             first = {
                 kind: sum(len(part.tasks[kind]) for part in parts[:index])

@@ -4,7 +4,7 @@ client = connect_servers(cluster, settings, timeouts=timeouts)
 table = client.open_table(variables, values)      # the chief's values count
 ...
 pulled = table.push_pull(deltas)                  # one message per server and step
-sums = sum_gradients(client.communicator, gradients)            # mode="sync"
+sums = client.communicator.all_reduce(gradients)                # mode="sync"
 client.close()
 """
 

@@ -16,7 +16,7 @@ from kerasdist import errors
 from kerasdist.cluster import Cluster
 from kerasdist.collectives.communicator import copy_to_raise
 from kerasdist.parameter_server.channel import Channel, ChannelEnded, Traffic
-from kerasdist.parameter_server.client.client import TRANSPORTS, ServerClient
+from kerasdist.parameter_server.client.client import ServerClient
 from kerasdist.parameter_server.client.server_job import (
     GRACE_SECONDS,
     JOIN_SECONDS,
@@ -343,7 +343,7 @@ def connect_servers(
             client alone.
 
     Raises:
-        ValueError: Unknown transport.
+        ValueError: The cluster's task is a server.
         ClusterError: There are several workers but no server; or no secret where one
             is needed.
         StartupError: Servers or workers are missing, or have other settings.
@@ -353,11 +353,6 @@ def connect_servers(
 
     After an exception nothing is left open.
     """
-    if transport not in TRANSPORTS:
-        raise ValueError(
-            f"Unknown transport. Received: transport={transport!r}; expected one of "
-            f"{TRANSPORTS}."
-        )
     if cluster.rank is None:
         raise ValueError(
             "A server is no worker. Received: a 'ps' task. Use `ParameterServer`."

@@ -126,24 +126,14 @@ class RemoteTable:
             return request_of(request, parts)
 
         answers = self._request_all(build)
-        whole = [
-            np.empty((v.rows, v.row_elements), dtype_of(v.dtype))
-            for v in layout.variables
-        ]
         for server, answer in enumerate(answers):
             opened = read_record(answer.meta, Opened, "A reply")
             self._check_sum(server, answer, opened.crc)
-            parts = list(answer.arrays)
-            for piece, part in self._take_dense(server, parts):
-                rows = whole[piece.variable][piece.start : piece.stop]
-                rows[...] = part.reshape(rows.shape)
-            for piece in self._sparse[server]:
-                whole[piece.variable][piece.start : piece.stop] = parts.pop(0)
-            self._note_version(server, opened.version)
             self.clock = max(self.clock, opened.clock)
+        pulled = self._unpack(answers)
         self.initial = [
-            array.reshape(v.shape)
-            for array, v in zip(whole, layout.variables, strict=True)
+            np.array(pulled.rows[i].values if variable.sparse else pulled.values[i])
+            for i, variable in enumerate(layout.variables)
         ]
 
     def push_pull(self, deltas: Sequence[Array | Change | Rows | None]) -> Pulled:

@@ -31,7 +31,7 @@ import numpy as np
 from kerasdist import errors
 from kerasdist.collectives.communicator import mismatch
 from kerasdist.collectives.fused_buffer import BufferPool
-from kerasdist.collectives.row_exchange import Array, reducer
+from kerasdist.collectives.row_exchange import Array, reduce_in_order
 from kerasdist.parameter_server.membership import Membership, WorkerRecord
 from kerasdist.parameter_server.served_table import Place
 from kerasdist.parameter_server.tables import ServedTables
@@ -421,19 +421,14 @@ class ServerCollectives:
             return []
         inputs = [arrays[0] for arrays in brought]
         out = self._buffers.empty(inputs[0].size, inputs[0].dtype)
-        _reduce(inputs, reducer(call.op), out)
+        with _no_warnings():
+            reduce_in_order(inputs, call.op, out)
         return [out]
 
 
-def _reduce(inputs: Sequence[Array], combine: np.ufunc, out: Array) -> None:
-    if len(inputs) == 1:
-        np.copyto(out, inputs[0])
-        return
+def _no_warnings() -> np.errstate:
     # An overflow is infinite, for all: a server doesn't warn of it.
-    with np.errstate(all="ignore"):
-        combine(inputs[0], inputs[1], out=out)
-        for values in inputs[2:]:
-            combine(out, values, out=out)
+    return np.errstate(all="ignore")
 
 
 def _reduce_blocks(round: _Round) -> None:
@@ -443,12 +438,13 @@ def _reduce_blocks(round: _Round) -> None:
     if round.common is not None:
         outs.append(round.common)
     mine, others = outs[0], outs[1:]
-    combine = reducer(round.call.op)
     step = _BLOCK_BYTES // mine.itemsize
     for number in round.blocks:
         block = slice(number * step, (number + 1) * step)
         if block.start >= mine.size:
             return
-        _reduce([values[block] for values in inputs], combine, mine[block])
+        with _no_warnings():
+            some = [values[block] for values in inputs]
+            reduce_in_order(some, round.call.op, mine[block])
         for other in others:
             np.copyto(other[block], mine[block])

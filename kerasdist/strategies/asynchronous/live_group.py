@@ -33,7 +33,7 @@ from kerasdist.errors import CollectiveError
 from kerasdist.parameter_server import ServerClient
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
-from kerasdist.strategies.reduce.workers import ReplicaLayout, Workers
+from kerasdist.strategies.reduce.workers import Workers
 from kerasdist.transport.tracing import Recorder
 
 # The workers of an asynchronous job: this one alone, or all live ones.
@@ -92,6 +92,11 @@ class AsyncWorkers(Workers):
         in_step = self._stepping or bool(self.passes)
         return in_step or not tf.executing_eagerly()
 
+    @property
+    def acts_alone(self) -> bool:
+        """See `Workers.acts_alone`."""
+        return self.is_local or self.excluding
+
     def local_step(self) -> contextlib.AbstractContextManager[None]:
         """Make a `with` block this worker's own step."""
         return _tf.replaced(self, _stepping=True)
@@ -99,17 +104,6 @@ class AsyncWorkers(Workers):
     def collective_scope(self) -> contextlib.AbstractContextManager[None]:
         """Run a `with` block on all workers, synchronously."""
         return _tf.replaced(self, is_evaluating=True)
-
-    @property
-    def layout(self) -> ReplicaLayout:
-        """See `Workers.layout`; in a local step that of this worker alone."""
-        local = len(self.devices)
-        return ReplicaLayout(0, local, local) if self.is_local else super().layout
-
-    @property
-    def size(self) -> int:
-        """See `Workers.size`."""
-        return 1 if self.is_local else super().size
 
     def current_replica(self) -> int:
         """See `Workers.current_replica`; the same inside of a local step."""

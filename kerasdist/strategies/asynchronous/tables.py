@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from kerasdist.collectives.row_exchange import Array
 from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
 from kerasdist.strategies.asynchronous.weights import SharedWeights, key_of
 from kerasdist.strategies.reduce.consensus import Consensus
+from kerasdist.strategies.reduce.workers import in_all_replicas
 
 # The number of steps that asynchronous workers have taken together.
 #
@@ -241,7 +242,7 @@ class SharedTables:
         values = [of_tensorflow(variable) for variable in variables]
         before: list[Any] | None = None
         if self._have_values(values):
-            self._in_all_replicas(lambda: self._open(values, touched))
+            in_all_replicas(self._workers, lambda: self._open(values, touched))
         else:
             before = [tf.identity(value.read_value()) for value in values]
         yield
@@ -281,17 +282,9 @@ class SharedTables:
 
         with _tf.outside_of_xla():
             if before is None:
-                self._in_all_replicas(exchange, *known)
+                in_all_replicas(self._workers, exchange, *known)
             else:
-                self._in_all_replicas(exchange_late, *before)
-
-    def _in_all_replicas(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function once for all replicas, with their arguments."""
-        if self._workers.local_replicas == 1:
-            function(*args)
-            return
-        replica = tf.distribute.get_replica_context()
-        replica.merge_call(lambda _, *args: function(*args), args=args)
+                in_all_replicas(self._workers, exchange_late, *before)
 
     def _exchange_late(
         self, variables: Sequence[Any], before: Sequence[Any], ended: Any

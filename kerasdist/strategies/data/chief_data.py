@@ -222,9 +222,7 @@ class _Reader:
     def close(self) -> None:
         """End the thread; one that waits for a batch is abandoned after a while."""
         self._closed.set()
-        end = time.monotonic() + _PATIENCE
-        while self._thread.is_alive() and time.monotonic() < end:
-            self._thread.join(_POLL)
+        self._thread.join(_PATIENCE)
         close_at_end(self, keep=False)
 
     def _read(self) -> None:

@@ -210,45 +210,24 @@ def _hashes_of(leaf: Encoded) -> Hashes:
     if leaf.kind == "text":
         words = np.array([hash_text(word) for word in leaf.words], np.uint64)
         return _dense(words.reshape(leaf.arrays[0].shape))
-    values = leaf.values
-    octets = values.arrays[-1].reshape(-1).view(np.uint8).tobytes()
-    bounds = _value_bounds(values)
-    if leaf.kind == "ragged":
-        return _ragged(leaf, bounds, octets)
-    indices, shape = leaf.rest
-    order = np.argsort(indices[:, 0], kind="stable")
-    firsts = np.searchsorted(indices[order, 0], np.arange(int(shape[0]) + 1))
-    hashes = np.empty(int(shape[0]), np.uint64)
-    for row in range(len(hashes)):
-        own = order[firsts[row] : firsts[row + 1]]
-        text = indices[own, 1:].tobytes()
-        text += b"".join(octets[bounds[i] : bounds[i + 1]] for i in own)
-        hashes[row] = hash_text(text)
+    hashes = _hashes_of(leaf.values)
+    if leaf.kind == "sparse":
+        indices, shape = leaf.rest
+        return _of_rows(hashes, indices[:, 0], _dense(indices[:, 1:]), int(shape[0]))
+    for splits in reversed(leaf.rest):
+        sizes = np.diff(splits)
+        owners = np.repeat(np.arange(len(sizes)), sizes)
+        places = np.arange(len(hashes)) - splits[owners]
+        rows = _of_rows(hashes, owners, places.astype(np.uint64), len(sizes))
+        hashes = rows + _mixed(sizes.astype(np.uint64))
     return hashes
 
 
-def _ragged(leaf: Encoded, bounds: Array, octets: bytes) -> Hashes:
-    splits = leaf.rest
-    hashes = np.empty(len(splits[0]) - 1, np.uint64)
-    for row in range(len(hashes)):
-        begin, end = row, row + 1
-        text = b""
-        for split in splits:
-            # The lengths of the inner rows of this row.
-            text += np.diff(split[begin : end + 1]).tobytes()
-            begin, end = int(split[begin]), int(split[end])
-        hashes[row] = hash_text(text + octets[bounds[begin] : bounds[end]])
-    return hashes
-
-
-def _value_bounds(values: Encoded) -> Array:
-    """Return where each of the values begins among the bytes of all, and the end."""
-    first = values.arrays[0]
-    if values.kind == "text":
-        sizes = first.reshape(len(first), -1).sum(axis=1) if len(first) else first
-        return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    size = first.nbytes // len(first) if len(first) else 0
-    return np.arange(len(first) + 1, dtype=np.int64) * size
+def _of_rows(hashes: Hashes, owners: Array, places: Hashes, rows: int) -> Hashes:
+    """Return a hash of each row: of its values' hashes, and their places in it."""
+    found = np.zeros(rows, np.uint64)
+    np.add.at(found, owners, _mixed(hashes + (places + np.uint64(1)) * _GOLDEN))
+    return found
 
 
 def _dense(array: Array) -> Hashes:

@@ -8,8 +8,8 @@
 | sparse | indices, dense shape; then those of the values |
 | none | none |
 
-A packed batch is an int64, the size of a JSON header; the header; and the arrays, each
-of which begins at a multiple of 64 bytes. Nothing is pickled.
+A packed batch is an int64, the size of a JSON header; the header; and the arrays. Each
+begins at a multiple of 64 bytes. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def chiefs_leaves(communicator: Communicator, leaves: Sequence[Encoded]) -> list
         if chief:
             array = np.ascontiguousarray(next(sent))
         else:
-            array = np.empty(shape, as_dtype(name))
+            array = np.empty(shape, name)
         octets = array.reshape(-1).view(np.uint8)
         for start in range(0, len(octets), _AT_ONCE):
             part = octets[start : start + _AT_ONCE]
@@ -181,27 +181,23 @@ def pack(facts: dict[str, Any], leaves: Sequence[Encoded]) -> Array:
     """Pack facts, which must be JSON, and tensors as bytes."""
     arrays = [np.ascontiguousarray(array) for leaf in leaves for array in leaf.arrays]
     header = json.dumps({"facts": facts, "leaves": describe(leaves)}).encode()
-    starts, end = [], 8 + len(header)
-    for array in arrays:
-        starts.append(_aligned(end))
-        end = starts[-1] + array.nbytes
-    packed = np.empty(end, np.uint8)
-    packed[:8] = np.array([len(header)], np.int64).view(np.uint8)
-    packed[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
-    for start, array in zip(starts, arrays, strict=True):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    return packed
+    parts = [np.array([len(header)]), np.frombuffer(header, np.uint8), *arrays]
+    padded = []
+    for part in parts:
+        octets = part.reshape(-1).view(np.uint8)
+        padded += [octets, np.zeros(-octets.size % _ALIGNMENT, np.uint8)]
+    return np.concatenate(padded)
 
 
 def unpack(packed: Array) -> tuple[dict[str, Any], list[Encoded]]:
     """Unpack what `pack` returned. Arrays share the memory of `packed`."""
-    end = 8 + int(packed[:8].view(np.int64)[0])
-    header = json.loads(packed[8:end].tobytes())
+    end = _ALIGNMENT + int(packed[:8].view(np.int64)[0])
+    header = json.loads(packed[_ALIGNMENT:end].tobytes())
     leaves = []
     for kind, inner, forms in header["leaves"]:
         arrays = []
         for name, shape in forms:
-            dtype, start = as_dtype(name), _aligned(end)
+            dtype, start = np.dtype(name), -(-end // _ALIGNMENT) * _ALIGNMENT
             end = start + math.prod(shape) * dtype.itemsize
             arrays.append(packed[start:end].view(dtype).reshape(shape))
         leaves.append(Encoded(kind, tuple(arrays), inner))
@@ -214,15 +210,6 @@ def describe(leaves: Sequence[Encoded]) -> list[Any]:
         [leaf.kind, leaf.inner, [[a.dtype.name, list(a.shape)] for a in leaf.arrays]]
         for leaf in leaves
     ]
-
-
-def as_dtype(name: str) -> Any:
-    """Return the NumPy dtype of a name, including bfloat16 and the like."""
-    return np.dtype(tf.as_dtype(name).as_numpy_dtype)
-
-
-def _aligned(place: int) -> int:
-    return -(-place // _ALIGNMENT) * _ALIGNMENT
 
 
 def _as_bytes(word: Any) -> bytes:

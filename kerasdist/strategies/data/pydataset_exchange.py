@@ -49,7 +49,6 @@ from kerasdist.strategies.data.comparison import (
     origin_of,
 )
 from kerasdist.strategies.data.encoding import (
-    as_dtype,
     chiefs_facts,
     encode,
     pack,
@@ -96,7 +95,7 @@ class ItemForm:
             )
         alike = zip(tf.nest.flatten(item), tf.nest.flatten(self.example), strict=True)
         leaves = [
-            leaf if leaf is None else np.asarray(leaf, as_dtype(like.dtype.name))
+            leaf if leaf is None else np.asarray(leaf, like.dtype.name)
             for leaf, like in alike
         ]
         return pack({"index": index}, list(map(encode, leaves)))

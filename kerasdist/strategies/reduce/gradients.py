@@ -30,6 +30,7 @@ from kerasdist.strategies.reduce.sparse_parts import (
 from kerasdist.strategies.reduce.workers import (
     Workers,
     gather_over_replicas,
+    in_all_replicas,
     sum_in_host,
     sum_once_per_worker,
     sum_over_replicas,
@@ -78,7 +79,6 @@ def end_window(
     """
     with tf.control_dependencies(after):
         copies = [workers.copies(a) for a in accumulators]
-        devices = workers.devices
         sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
         dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
 
@@ -101,16 +101,12 @@ def end_window(
 
             return tf.cond(last, reduce, lambda: values)
 
-        if len(devices) == 1:
-            return [parts[0] for parts in end([[value] for value in dense], last)]
+        # Several replicas merge outside of the `tf.cond` of Keras.
+        def merge(last: Any, *values: Any) -> Any:
+            ended = end([*map(workers.local, values)], workers.local(last)[0])
+            return [p[0] if len(p) == 1 else _tf.regroup(p) for p in ended]
 
-        # In a merge call, which can't be inside the `tf.cond` of Keras.
-        def merge(_: Any, last: Any, *values: Any) -> Any:
-            local = [workers.local(value) for value in values]
-            return [_tf.regroup(part) for part in end(local, workers.local(last)[0])]
-
-        replica = tf.distribute.get_replica_context()
-        return list(replica.merge_call(merge, args=(last, *dense)))
+        return list(in_all_replicas(workers, merge, last, *dense))
 
 
 def _sums(
@@ -446,7 +442,7 @@ def _sum_of_bucket(
     # Local replicas are added before the workers are. From there on the steps are those
     # of a worker with one replica, because workers may have different numbers of
     # replicas.
-    def merge(_: Any, *weighted: Any) -> Any:
+    def merge(*weighted: Any) -> Any:
         values = [workers.local(value) for value in weighted]
         sums = workers.ops.reduce_replicas(values, step=step)
         if sums is not None:
@@ -457,8 +453,7 @@ def _sum_of_bucket(
                 added = workers.ops.sum_gradients(added, tf.constant(1), step=step)
         return [_tf.broadcast_to_devices(total, devices) for total in added]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=tuple(weighted)))
+    return list(in_all_replicas(workers, merge, *weighted))
 
 
 # Norms of each replica's gradients, and of their sum, measured where they are reduced.

@@ -24,7 +24,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._tf.graph_clocks import COLLECTIVE
 from kerasdist.collectives import Communicator
-from kerasdist.collectives.checked import sum_gradients
 from kerasdist.collectives.row_exchange import Slices
 from kerasdist.strategies.options import StrategyJob
 
@@ -37,12 +36,13 @@ class CollectiveOps:
         host: The CPU device of this process.
 
     Attributes:
+        communicator: See above.
         waited: Called with the seconds of each collective that a forward or backward
             pass waits for; None: they aren't counted.
     """
 
     def __init__(self, communicator: Communicator, host: str) -> None:
-        self._communicator = communicator
+        self.communicator = communicator
         self._host = host
         self.waited: Callable[[float], None] | None = None
         self._is_awaited = False
@@ -65,8 +65,8 @@ class CollectiveOps:
         lend = not tf.executing_eagerly()
 
         def reduce(*arrays: Any) -> list[Any]:
-            self._communicator.step += step
-            return self._communicator.all_reduce(arrays, op, lend=lend)
+            self.communicator.step += step
+            return self.communicator.all_reduce(arrays, op, lend=lend)
 
         return self.call(reduce, tensors, [t.dtype for t in tensors], _shapes(tensors))
 
@@ -75,7 +75,7 @@ class CollectiveOps:
 
         def gather(array: Any) -> list[Any]:
             rows = np.moveaxis(array, axis, 0)
-            parts = self._communicator.all_gather(rows)
+            parts = self.communicator.all_gather(rows)
             return [np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))]
 
         shape = tensor.shape.as_list()
@@ -95,7 +95,7 @@ class CollectiveOps:
             return tensor
 
         def give(array: Any) -> list[Any]:
-            return self._communicator.broadcast([array])
+            return self.communicator.broadcast([array])
 
         return self.call(give, [tensor], [tensor.dtype], [tensor.shape])[0]
 
@@ -109,6 +109,8 @@ class CollectiveOps:
     ) -> list[Any]:
         """Return the sums of gradients over the workers.
 
+        Sums are computed in float32 for gradients of 16 bits.
+
         Args:
             gradients: Host tensors of float dtypes.
             there: 1; or 0 for a worker that adds nothing. A scalar integer tensor.
@@ -119,38 +121,26 @@ class CollectiveOps:
         lend = not tf.executing_eagerly()
 
         def reduce(present: Any, *arrays: Any) -> list[Any]:
-            self._communicator.step += step
-            return sum_gradients(
-                self._communicator,
-                arrays[: len(gradients)],
-                there=bool(present),
-                beside=arrays[len(gradients) :],
+            self.communicator.step += step
+            given = arrays[: len(gradients)]
+            wide = [np.promote_types(each.dtype, np.float32) for each in given]
+            sums = self.communicator.all_reduce(
+                [*map(_as_dtype, given, wide), *arrays[len(gradients) :]],
+                scale=float(bool(present)),
+                unscaled=len(beside),
                 lend=lend,
             )
+            found = map(_as_dtype, sums, [each.dtype for each in given])
+            # Copies: a lent memory is used again when nothing of it is held any more.
+            return [*found, *map(np.array, sums[len(gradients) :])]
 
         sent = [*gradients, *beside]
         dtypes = [each.dtype for each in sent]
         return self.call(reduce, [there, *sent], dtypes, _shapes(sent))
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether all workers read one memory, so that sending is cheap."""
-        return self._communicator.shares_memory
-
-    @property
-    def sums_in_host(self) -> bool:
-        """Whether there are several hosts, and memory is shared inside of each."""
-        return not self.shares_memory and self._communicator.size > 1
-
-    @property
-    def leads_host(self) -> bool:
-        """Whether this worker is the first one of its host."""
-        within = self._communicator.within_host
-        return within is None or within.rank == 0
-
     def all_reduce_in_host(self, tensors: Sequence[Any]) -> list[Any]:
         """Sum each tensor over this host's workers; dtypes and shapes are kept."""
-        within = self._communicator.within_host
+        within = self.communicator.within_host
         if within is None:
             return list(tensors)
 
@@ -201,12 +191,12 @@ class CollectiveOps:
         count = len(tables)
 
         def exchange(*arrays: Any) -> list[Any]:
-            self._communicator.step += step
+            self.communicator.step += step
             given = iter(arrays)
             numbers = [(int(next(given)), 1) for _ in weights]
             values, indices = ([next(given) for _ in range(count)] for _ in range(2))
             whole = [int(next(given)) for _ in may] or [0] * count
-            return self._communicator.exchange_rows(
+            return self.communicator.exchange_rows(
                 [Slices(*t) for t in zip(values, indices, whole, strict=True)],
                 *(numbers[0] if numbers else ()),
                 means=[next(given) for _ in dense],
@@ -262,7 +252,7 @@ class CollectiveOps:
     def failure(self, error: Exception) -> Exception | None:
         """Return the job's failure behind TensorFlow's `error`, or None."""
         del error
-        return self._communicator.failure
+        return self.communicator.failure
 
     def call(
         self,
@@ -315,6 +305,10 @@ class CollectiveOps:
         """Make the next collective wait for a collective's results."""
         with tf.control_dependencies(results):
             self._counter.read_value()
+
+
+def _as_dtype(array: Any, dtype: Any) -> Any:
+    return array.astype(dtype, copy=False)
 
 
 def _shapes(tensors: Sequence[Any]) -> list[Any]:

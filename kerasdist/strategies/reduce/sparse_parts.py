@@ -24,7 +24,11 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._tf import tensor_origins
-from kerasdist.strategies.reduce.workers import Workers
+from kerasdist.strategies.reduce.workers import (
+    Workers,
+    concat_slices,
+    in_all_replicas,
+)
 
 # Sums of IndexedSlices over the workers: one exchange for all tables.
 #
@@ -145,7 +149,7 @@ def sum_of_slices(
 
     def exchange(slices: list[Any], there: Any) -> tuple[list[Any], Any]:
         once: list[Any] = []
-        if linear and workers.ops.shares_memory:
+        if linear and workers.ops.communicator.shares_memory:
             pairs = [_added_if_few(each) for each in slices]
             slices, once = [list(each) for each in zip(*pairs, strict=True)]
         elif linear:
@@ -161,28 +165,24 @@ def sum_of_slices(
         with tf.device(host):
             return exchange(list(slices), there)
 
-    def merge(_: Any, there: Any, *slices: Any) -> Any:
+    def merge(there: Any, *slices: Any) -> Any:
         with tf.device(host):
             present = workers.local(there)
             joined = [_joined(workers.local(s), present) for s in slices]
             reduced, _ = exchange(joined, tf.constant(1))
         return [_tf.broadcast_to_devices(each, workers.devices) for each in reduced]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=(there, *slices))), []
+    return list(in_all_replicas(workers, merge, there, *slices)), []
 
 
 def _joined(parts: list[Any], present: list[Any]) -> Any:
     """Concatenate the replicas' slices; those without rows contribute none."""
-    values = []
-    indices = []
+    some = []
     for part, there in zip(parts, present, strict=True):
         kept = tf.where(there > 0, tf.shape(part.indices)[0], 0)
-        values.append(part.values[:kept])
-        indices.append(part.indices[:kept])
-    return tf.IndexedSlices(
-        tf.concat(values, 0), tf.concat(indices, 0), parts[0].dense_shape
-    )
+        values, indices = part.values[:kept], part.indices[:kept]
+        some.append(tf.IndexedSlices(values, indices, part.dense_shape))
+    return concat_slices(some)
 
 
 # Parts of IndexedSlices, by the origin of their indices.
@@ -216,13 +216,11 @@ class SlicesPart:
 
     Attributes:
         kind: `FIXED`, `KEYED` or `ROWS`.
-        values: A tensor of shape `(n, ...)`.
-        indices: An integer tensor of shape `(n,)`.
+        slices: IndexedSlices.
     """
 
     kind: str
-    values: Any
-    indices: Any
+    slices: Any
 
 
 def parts_of(slices: Any, *, apart: bool = False) -> list[SlicesPart]:
@@ -234,14 +232,17 @@ def parts_of(slices: Any, *, apart: bool = False) -> list[SlicesPart]:
         apart: Whether parts of one kind are wanted apart, too.
     """
     if isinstance(slices.indices, tf.__internal__.EagerTensor):
-        return [SlicesPart(ROWS, slices.values, slices.indices)]
+        return [SlicesPart(ROWS, slices)]
     pieces = list(_pieces(slices.indices))
     kinds = [_kind(piece) for piece in pieces]
     if not apart and len(set(kinds)) == 1 and kinds[0] != KEYED:
-        return [SlicesPart(kinds[0], slices.values, slices.indices)]
+        return [SlicesPart(kinds[0], slices)]
     values = _split(slices.values, pieces)
     indices = _split(slices.indices, pieces)
-    return [SlicesPart(*part) for part in zip(kinds, values, indices, strict=True)]
+    return [
+        SlicesPart(kind, tf.IndexedSlices(*part, slices.dense_shape))
+        for kind, *part in zip(kinds, values, indices, strict=True)
+    ]
 
 
 def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> Any:
@@ -262,7 +263,7 @@ def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> An
     by_call: dict[Any, dict[Any, list[SlicesPart]]] = {}
     others: list[SlicesPart] = []
     for part in parts:
-        found = None if part.kind == ROWS else micro_batch_of(part.values)
+        found = None if part.kind == ROWS else micro_batch_of(part.slices.values)
         if found is None:
             others.append(part)
         else:
@@ -274,30 +275,26 @@ def merge_micro_batches(slices: Any, micro_batch_of: Callable[[Any], Any]) -> An
             merged += _merged(same)
     if len(merged) + len(others) == len(parts):
         return slices
-    return _concat(
-        [
-            tf.IndexedSlices(part.values, part.indices, slices.dense_shape)
-            for part in (*others, *merged)
-        ]
-    )
+    return concat_slices([part.slices for part in (*others, *merged)])
 
 
 def _merged(parts: Sequence[SlicesPart | None]) -> list[SlicesPart]:
     """Return the parts of one lookup by all micro-batches as one; or unchanged."""
     found = [part for part in parts if part is not None]
-    first = found[0]
+    slices = [part.slices for part in found]
     if len({part.kind for part in found}) > 1:
         return found
-    if all(_is_unique(part.indices) for part in found):
-        values = tf.concat([part.values for part in found], 0)
-        indices = tf.concat([part.indices for part in found], 0)
-        whole = add_up(tf.IndexedSlices(values, indices))
-        return [SlicesPart(KEYED, whole.values, whole.indices)]
-    indices = [tensor_origins.constant(part.indices) for part in found]
+    if all(_is_unique(each.indices) for each in slices):
+        return [SlicesPart(KEYED, add_up(concat_slices(slices)))]
+    indices: list[Any] = [tensor_origins.constant(each.indices) for each in slices]
     if not all(np.array_equal(one, indices[0]) for one in indices):
         return found
-    values = [part.values for part in found]
-    return [SlicesPart(first.kind, tf.add_n(values), first.indices)]
+    total = tf.add_n([each.values for each in slices])
+    return [SlicesPart(found[0].kind, _with_values(slices[0], total))]
+
+
+def _with_values(slices: Any, values: Any) -> Any:
+    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
 def _before(operation: Any) -> Any | None:
@@ -429,12 +426,14 @@ class SplitGradients:
                 parts = parts_of(gradient)
                 if linear:
                     parts = _for_linear(parts, gradient.dense_shape)
-                self.pieces += [_piece(part, gradient) for part in parts]
+                self.pieces += map(_piece, parts)
             elif gradient is not None:
                 self.pieces.append(gradient)
             self._parts.append(parts)
         fixed = [p for parts in self._parts for p in parts if p.kind == FIXED]
-        self._checksum = _checksum([part.indices for part in fixed]) if fixed else None
+        self._checksum = None
+        if fixed:
+            self._checksum = _checksum([part.slices.indices for part in fixed])
         if self._checksum is not None:
             part = 1 if share is None else share
             self.pieces.append(self._checksum * part)
@@ -465,8 +464,8 @@ class SplitGradients:
         whole: list[Any] = []
         for gradient, parts in zip(self._gradients, self._parts, strict=True):
             if parts:
-                slices = [_whole(part, next(waiting), gradient) for part in parts]
-                whole.append(_concat(slices))
+                slices = [_whole(part, next(waiting)) for part in parts]
+                whole.append(concat_slices(slices))
             else:
                 whole.append(None if gradient is None else next(waiting))
         return whole
@@ -481,46 +480,36 @@ def _for_linear(parts: list[SlicesPart], dense_shape: Any) -> list[SlicesPart]:
     rows = tf.get_static_value(dense_shape[0]) if dense_shape is not None else None
 
     def is_small(part: SlicesPart) -> bool:
-        size = part.indices.shape.num_elements()
+        size = part.slices.indices.shape.num_elements()
         return part.kind == FIXED and (rows is None or (size or 0) <= rows)
 
     fixed = [part for part in parts if is_small(part)]
     others = [part for part in parts if not is_small(part)]
     if not others:
         return fixed
-    values = [part.values for part in others]
-    indices = [part.indices for part in others]
-    if len(others) > 1:
-        return [*fixed, SlicesPart(ROWS, tf.concat(values, 0), tf.concat(indices, 0))]
-    return [*fixed, SlicesPart(ROWS, *values, *indices)]
+    return [*fixed, SlicesPart(ROWS, concat_slices([part.slices for part in others]))]
 
 
-def _piece(part: SlicesPart, gradient: Any) -> Any:
+def _piece(part: SlicesPart) -> Any:
+    slices = part.slices
     if part.kind == FIXED:
-        return part.values
-    indices = _keys(part.indices) if part.kind == KEYED else part.indices
-    return tf.IndexedSlices(part.values, indices, gradient.dense_shape)
+        return slices.values
+    if part.kind == KEYED:
+        keys = _keys(slices.indices)
+        return tf.IndexedSlices(slices.values, keys, slices.dense_shape)
+    return slices
 
 
-def _whole(part: SlicesPart, reduced: Any, gradient: Any) -> Any:
+def _whole(part: SlicesPart, reduced: Any) -> Any:
+    slices = part.slices
     if part.kind == FIXED:
-        return tf.IndexedSlices(reduced, part.indices, gradient.dense_shape)
+        return _with_values(slices, reduced)
     if part.kind == KEYED:
         keys, places = tf.unique(reduced.indices)
         values = tf.math.unsorted_segment_sum(reduced.values, places, tf.size(keys))
-        indices = tf.cast(keys // _MOST, part.indices.dtype)
-        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        indices = tf.cast(keys // _MOST, slices.indices.dtype)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
     return reduced
-
-
-def _concat(slices: list[Any]) -> Any:
-    if len(slices) == 1:
-        return slices[0]
-    return tf.IndexedSlices(
-        tf.concat([part.values for part in slices], 0),
-        tf.concat([part.indices for part in slices], 0),
-        slices[0].dense_shape,
-    )
 
 
 # The greatest count of one index in one vector.

@@ -24,6 +24,26 @@ from kerasdist.strategies.reduce.graph_ops import CollectiveOps
 # Reductions over the replicas of all workers, as `tf.distribute` defines them.
 
 
+def in_all_replicas(
+    workers: Workers, function: Callable[..., Any], *values: Any
+) -> Any:
+    """Call a function once for all replicas of this worker, in replica context.
+
+    With no other replica to wait for there's no merge call, which couldn't be inside
+    `tf.cond`.
+
+    Args:
+        workers: The workers that reduce together.
+        function: Gets a value of each replica's for each of `values`, see
+            `Workers.local`, and returns such values.
+        values: This replica's.
+    """
+    if len(workers.devices) == 1:
+        return function(*values)
+    replica = tf.distribute.get_replica_context()
+    return replica.merge_call(lambda _, *given: function(*given), args=values)
+
+
 def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
     """Sum each tensor over all replicas, in replica context."""
     if workers.is_alone:
@@ -33,38 +53,27 @@ def sum_over_replicas(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
 
 def sum_in_host(workers: Workers, tensors: Sequence[Any]) -> list[Any]:
     """Sum each tensor over the replicas of this host, in replica context."""
-    if len(workers.devices) == 1:
-        return workers.ops.all_reduce_in_host(list(tensors))
 
-    def merge(_: Any, *values: Any) -> Any:
+    def total(*values: Any) -> Any:
         added = workers.ops.add_replicas([workers.local(value) for value in values])
         totals = workers.ops.all_reduce_in_host(added)
         return [_tf.broadcast_to_devices(total, workers.devices) for total in totals]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=tuple(tensors)))
+    return list(in_all_replicas(workers, total, *tensors))
 
 
 def gather_over_replicas(workers: Workers, tensor: Any) -> Any:
     """Concatenate all replicas' tensors along the first axis, in replica context."""
 
-    def gather(mine: Any) -> Any:
-        if workers.size == 1:
-            return mine
-        with workers.ops.awaited():
-            return workers.ops.all_gather(mine)
-
-    if len(workers.devices) == 1:
-        return gather(tensor)
-
-    def merge(_: Any, value: Any) -> Any:
+    def gather(value: Any) -> Any:
         with tf.device(workers.host):
             every = tf.concat(workers.local(value), 0)
-        every = gather(every)
+        if workers.size > 1:
+            with workers.ops.awaited():
+                every = workers.ops.all_gather(every)
         return _tf.broadcast_to_devices(every, workers.devices)
 
-    replica = tf.distribute.get_replica_context()
-    return replica.merge_call(merge, args=(tensor,))
+    return in_all_replicas(workers, gather, tensor)
 
 
 def sum_once_per_worker(workers: Workers, gradients: list[Any]) -> list[Any]:
@@ -97,38 +106,23 @@ def reduce_in_replicas(
         flat: One tensor or IndexedSlices for each result.
         spread: Makes one value per replica; by default `Workers.local`.
     """
-    if len(workers.devices) == 1:
-        # With no other replica to wait for there's no merge call, which couldn't
-        # be inside `tf.cond`.
-        values = [_tf.tensor_or_slices(value) for value in flat]
-        found = _over_devices(workers, values)
-        sums = over_workers(workers, values) if found is None else found
-        return [finish(workers, reduce_op, total) for total in sums]
+    one = len(workers.devices) == 1
 
-    def merge(_: Any, *values: Any) -> Any:
+    def merge(*values: Any) -> Any:
         local = [(spread or workers.local)(v) for v in values]
         sparse = any(isinstance(v[0], tf.IndexedSlices) for v in local)
-        sums = None if sparse else workers.ops.reduce_replicas(local)
+        here = sparse or (one and workers.size == 1)
+        sums = None if here else workers.ops.reduce_replicas(local)
         if sums is not None:
             return [_mirror(workers, reduce_op, totals) for totals in sums]
-        totals = over_workers(
-            workers, [local_sum(workers, _tf.regroup(v)) for v in local]
-        )
-        return [
-            _tf.broadcast_to_devices(finish(workers, reduce_op, total), workers.devices)
-            for total in totals
-        ]
+        totals = over_workers(workers, [local_sum(workers, v) for v in local])
+        means = [finish(workers, reduce_op, total) for total in totals]
+        # A placement's one replica has several devices: they are left where they are.
+        if one:
+            return means
+        return [_tf.broadcast_to_devices(mean, workers.devices) for mean in means]
 
-    replica = tf.distribute.get_replica_context()
-    return list(replica.merge_call(merge, args=tuple(flat)))
-
-
-def _over_devices(workers: Workers, values: list[Any]) -> list[Any] | None:
-    """Sum on the devices where workers with several replicas do that, too."""
-    if workers.size == 1 or any(isinstance(v, tf.IndexedSlices) for v in values):
-        return None
-    sums = workers.ops.reduce_replicas([[value] for value in values])
-    return None if sums is None else [total for (total,) in sums]
+    return list(in_all_replicas(workers, merge, *flat))
 
 
 def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
@@ -140,19 +134,25 @@ def _mirror(workers: Workers, reduce_op: Any, totals: list[Any]) -> Any:
     return _tf.mirrored(finished)
 
 
-def local_sum(workers: Workers, value: Any) -> Any:
-    """Return the sum over this worker's replicas, on the host."""
-    local = workers.local(value)
+def local_sum(workers: Workers, local: list[Any]) -> Any:
+    """Return the sum of this worker's replicas' values, on the host."""
     with tf.device(workers.host):
         if len(local) == 1:
             return local[0]
         if all(isinstance(tensor, tf.IndexedSlices) for tensor in local):
-            return tf.IndexedSlices(
-                tf.concat([slices.values for slices in local], 0),
-                tf.concat([slices.indices for slices in local], 0),
-                local[0].dense_shape,
-            )
+            return concat_slices(local)
         return tf.add_n([tf.convert_to_tensor(tensor) for tensor in local])
+
+
+def concat_slices(slices: list[Any]) -> Any:
+    """Return IndexedSlices with all slices of some, of one table."""
+    if len(slices) == 1:
+        return slices[0]
+    return tf.IndexedSlices(
+        tf.concat([part.values for part in slices], 0),
+        tf.concat([part.indices for part in slices], 0),
+        slices[0].dense_shape,
+    )
 
 
 def over_workers(workers: Workers, tensors: list[Any]) -> list[Any]:
@@ -273,12 +273,21 @@ class Workers:
     @property
     def sums_in_host(self) -> bool:
         """Whether a host's replicas add up their gradients before these are sent."""
-        compressor = self.compression
-        return compressor is not None and compressor.is_sparse and self.ops.sums_in_host
+        group, compressor = self.ops.communicator, self.compression
+        # Inside of a host sending is cheap.
+        sends_far = group.size > 1 and not group.shares_memory
+        return sends_far and compressor is not None and compressor.is_sparse
 
     def sends(self, replica: int) -> bool:
         """Return whether a replica of this worker sends compressed gradients itself."""
-        return not self.sums_in_host or (self.ops.leads_host and not replica)
+        within = self.ops.communicator.within_host
+        leads_host = not replica and (within is None or within.rank == 0)
+        return leads_host or not self.sums_in_host
+
+    @property
+    def acts_alone(self) -> bool:
+        """Whether this worker's replicas reduce by themselves now."""
+        return self.excluding
 
     def current_replica(self) -> int:
         """Return the number of the replica that is being traced, over all workers."""
@@ -288,7 +297,7 @@ class Workers:
     def layout(self) -> ReplicaLayout:
         """The replicas that reduce together."""
         local = len(self.devices)
-        if self.excluding:
+        if self.acts_alone:
             return ReplicaLayout(0, local, local)
         first = sum(self.job.replicas[: self.communicator.rank])
         return ReplicaLayout(first, local, sum(self.job.replicas), self.cuts)
@@ -302,7 +311,7 @@ class Workers:
     @property
     def size(self) -> int:
         """The number of workers that reduce and gather together."""
-        return 1 if self.excluding else self.communicator.size
+        return 1 if self.acts_alone else self.communicator.size
 
     @property
     def is_alone(self) -> bool:

@@ -312,10 +312,7 @@ class SynchronousExtended(SharingExtended):
                 return _tf.reduce_undistributed(
                     reduce_op, leaf, destinations, workers.replicas
                 )
-            total = over_workers(workers, [local_sum(workers, leaf)])[0]
-            return _tf.broadcast_to_devices(
-                finish(workers, reduce_op, total), _tf.devices_of(destinations)
-            )
+            return self._batch_reduce_to(reduce_op, [(leaf, destinations)], None)[0]
 
         return tf.nest.map_structure(reduce, value)
 
@@ -324,7 +321,8 @@ class SynchronousExtended(SharingExtended):
     ) -> Any:
         del options
         workers = self.workers
-        sums = [local_sum(workers, value) for value, _ in value_destination_pairs]
+        local = [workers.local(value) for value, _ in value_destination_pairs]
+        sums = [local_sum(workers, values) for values in local]
         return [
             _tf.broadcast_to_devices(
                 finish(workers, reduce_op, total), _tf.devices_of(destinations)

@@ -93,7 +93,8 @@ def test_parts_are_told_by_the_graph(name):
         found.extend(part.kind for part in parts)
         # The parts are the whole, in whichever order.
         whole = tf.math.unsorted_segment_sum(slices.values, slices.indices, 9)
-        apart = [tf.math.unsorted_segment_sum(p.values, p.indices, 9) for p in parts]
+        some = [part.slices for part in parts]
+        apart = [tf.math.unsorted_segment_sum(p.values, p.indices, 9) for p in some]
         return whole, tf.add_n(apart)
 
     whole, apart = step(tf.constant([[1, 2, 8], [1, 0, 8]]))

@@ -60,5 +60,5 @@ def test_a_worker_does_not_serve(task):
 def test_arguments_are_those_of_the_constructor(task):
     with pytest.raises(TypeError, match="'patience'"):
         Strategy.serve(cluster=task("ps"), patience=3)
-    with pytest.raises(ValueError, match="`mode` must be one of"):
+    with pytest.raises(ValueError, match="`mode` must be 'sync' or"):
         Strategy.serve("asink", cluster=task("ps"))
