@@ -14,7 +14,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kerasdist._version import __version__
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Also of help, and after the document: not when the interpreter ends.
             stack.callback(lambda: sys.stdout.flush())
             document: dict[str, Any] = {}
-            if _wants_json(options, commands.choices):
+            # Also if other options are wrong.
+            if "--json" in options and not {"-h", "--help"} & set(options):
                 document = stack.enter_context(json_document(options[0]))
             known = argparse.Namespace(
                 script=command, document=document, commands=commands
@@ -80,16 +81,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def _wants_json(
-    options: Sequence[str], commands: Mapping[str, argparse.ArgumentParser]
-) -> bool:
-    """Return whether a JSON document is wanted, even if other options are wrong."""
-    command = commands.get(options[0]) if options else None
-    return (
-        command is not None
-        and command.get_default("json") is not None
-        and "--json" in options
-        and not {"-h", "--help"} & set(options)
-    )

@@ -264,24 +264,11 @@ def run(
             `__cause__` is the original exception, if that can be pickled.
         KeyboardInterrupt: Ctrl-C. All processes of the job have ended.
     """
+    given = {name: value for name, value in locals().items() if name in _TYPES}
     _check_function(function, args, kwargs)
     on_hosts = hosts is not None or hostfile is not None
-    given = {
-        "ps": ps,
-        "output": output,
-        "bind": bind,
-        "hosts": hosts,
-        "gpus": gpus,
-        "hostfile": hostfile,
-        "ssh": ssh,
-        "python": python,
-        "log_dir": log_dir,
-        "malloc": malloc,
-        "min_workers": min_workers,
-        "restarts": restarts,
-    }
-    if n is not None or not on_hosts:
-        given["n"] = n
+    if n is None and on_hosts:
+        del given["n"]
     if not isinstance(elastic, bool):
         raise TypeError(f"`elastic` must be True or False. Received: {elastic!r}.")
     options = ["--elastic"] if elastic else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import hmac
 import itertools
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kerasdist.cli.console import print_line
+from kerasdist.cli.run.hosts import agent
 from kerasdist.cli.run.hosts.places import TaskProcess, TasksOnHosts
 from kerasdist.cli.run.hosts.probe import GPU_VARIABLE
 from kerasdist.cli.run.nodes import LocalPart
@@ -108,7 +108,6 @@ GROW_SIGNAL = signal.SIGUSR1
 
 # The caller reads all the time, unless it is stopped.
 _SEND_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 def _end_with_caller(sock: socket.socket) -> None:
@@ -125,7 +124,7 @@ def _end_with_caller(sock: socket.socket) -> None:
             signal.signal(number, default)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # The kernel of a notebook is often killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP, 0, 0, 0)
+    agent.prctl(agent.PDEATHSIG, signal.SIGHUP)
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     if os.getppid() != struct.unpack("3i", credentials)[0]:
         raise SystemExit(1)

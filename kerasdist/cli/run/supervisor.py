@@ -9,8 +9,9 @@ There are two processes because the launcher may be killed with SIGKILL, and the
 another process must end the workers and all their children. The supervisor holds the
 reading end of a pipe whose other end only the launcher has; it reads the end of file
 when the launcher has ended in any way. All orphans below it become its children
-(`adopt_orphans`), so its descendants are the whole job. The other way round the
-launcher adopts and ends the job if the supervisor is killed.
+(`CHILD_SUBREAPER`), so its descendants are the whole job, whatever session or process
+group they make for themselves. The other way round the launcher adopts and ends the job
+if the supervisor is killed.
 
 Process groups and the terminal: the launcher stays in the group in which the shell
 started it, and the chief joins it, so the chief reads the terminal, and Ctrl-C
@@ -22,7 +23,6 @@ launcher hits it. All others have sessions of their own and no terminal.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -34,12 +34,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 from kerasdist.cli.console import print_line, print_line_soon
 from kerasdist.cli.run import bootstrap
-from kerasdist.cli.run.hosts.agent import below, signal_all, state_of
+from kerasdist.cli.run.hosts.agent import (
+    CHILD_SUBREAPER,
+    below,
+    prctl,
+    signal_all,
+    state_of,
+)
 from kerasdist.cli.run.hosts.places import TaskProcess
 from kerasdist.cli.run.job_spec import (
     ENDING_SIGNALS,
@@ -56,26 +62,6 @@ from kerasdist.transport.liveness.failure_protocol import ERROR_VARIABLE
 from kerasdist.transport.liveness.launcher_pipe import descriptor_in_words
 
 # The processes below one, found and ended: children, their children, and orphans.
-
-_PR_SET_CHILD_SUBREAPER = 36
-_PR_GET_CHILD_SUBREAPER = 37
-
-
-@contextlib.contextmanager
-def adopt_orphans() -> Iterator[None]:
-    """Become the parent of descendants whose own parents end, inside the block.
-
-    Otherwise an orphan becomes a child of init, and its origin is unknown. So no
-    process escapes, whatever session or process group it made for itself.
-    """
-    prctl = ctypes.CDLL(None).prctl
-    before = ctypes.c_int(0)
-    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def is_stopped(pid: int) -> bool:
@@ -217,18 +203,18 @@ class JobSupervisor:
                 signal.signal(number, _ignore)
         if self._job.grows:
             signal.signal(GROW_SIGNAL, _ignore)
-        with adopt_orphans():
-            try:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
-                self._start_all()
-                self._watch(wake_read)
-            except OSError as error:
-                print_line(f"the workers can't be run: {error}", logging.ERROR)
-                return 1
-            finally:
-                left = kill_all(_GIVE_UP)
-                if left:
-                    print_line(f"processes {left} can't be killed", logging.ERROR)
+        prctl(CHILD_SUBREAPER, 1)
+        try:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
+            self._start_all()
+            self._watch(wake_read)
+        except OSError as error:
+            print_line(f"the workers can't be run: {error}", logging.ERROR)
+            return 1
+        finally:
+            left = kill_all(_GIVE_UP)
+            if left:
+                print_line(f"processes {left} can't be killed", logging.ERROR)
         self._output.finish(_OUTPUT_SECONDS)
         code = self._outcome.report(self._signal, launcher_lost=self._launcher_lost)
         if self._job.function is not None:
@@ -591,53 +577,53 @@ def run_supervised(job: JobSpec) -> int:
     blocked = frozenset({*forwarded, signal.SIGCHLD})
     unblock = blocked - signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     life_read, life_write = os.pipe()
-    with adopt_orphans():
-        supervisor = os.fork()
-        if supervisor == 0:
-            # Leave by os._exit only: no code of the caller may run twice.
-            code = 1
-            try:
-                os.close(life_write)
-                os.setpgid(0, 0)
-                code = JobSupervisor(job, life_read).run(unblock)
-            except BaseException:  # the user must see all of them
-                sys.excepthook(*sys.exc_info())
-            finally:
-                logging_thread.flush(None)  # as `sys.exit` would
-                with contextlib.suppress(OSError):
-                    sys.stderr.flush()
-                os._exit(code)
-        os.close(life_read)
-        received: list[int] = []  # that end the job
-
-        def forward(number: int, frame: FrameType | None) -> None:
-            if number in ENDING_SIGNALS:
-                received.append(number)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(supervisor, number)
-
-        before = {
-            number: signal.signal(number, forward)
-            for number in forwarded
-            # A signal that `nohup` or a shell's `&` ignores stays ignored.
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
+    prctl(CHILD_SUBREAPER, 1)
+    supervisor = os.fork()
+    if supervisor == 0:
+        # Leave by os._exit only: no code of the caller may run twice.
+        code = 1
         try:
-            _, status = os.waitpid(supervisor, 0)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             os.close(life_write)
-        code = os.waitstatus_to_exitcode(status)
-        if code < 0:
-            # It was killed; its adopted children are ours now.
-            kill_all(2.0, others)
-            print_line(
-                f"the supervisor of the workers was ended by signal {-code}",
-                logging.ERROR,
-            )
-            return 128 - code
+            os.setpgid(0, 0)
+            code = JobSupervisor(job, life_read).run(unblock)
+        except BaseException:  # the user must see all of them
+            sys.excepthook(*sys.exc_info())
+        finally:
+            logging_thread.flush(None)  # as `sys.exit` would
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            os._exit(code)
+    os.close(life_read)
+    received: list[int] = []  # that end the job
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number in ENDING_SIGNALS:
+            received.append(number)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, number)
+
+    before = {
+        number: signal.signal(number, forward)
+        for number in forwarded
+        # A signal that `nohup` or a shell's `&` ignores stays ignored.
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, unblock)
+    try:
+        _, status = os.waitpid(supervisor, 0)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(life_write)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        # It was killed; its adopted children are ours now.
+        kill_all(2.0, others)
+        print_line(
+            f"the supervisor of the workers was ended by signal {-code}",
+            logging.ERROR,
+        )
+        return 128 - code
     if code != 0 and received:
         return 128 + received[0]
     return code

@@ -38,7 +38,9 @@ import tty
 from collections.abc import Iterator
 from typing import IO, Any
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# Options of `prctl`, see prctl(2): the signal at the end of the parent, and whether
+# orphans below become children.
+PDEATHSIG, CHILD_SUBREAPER = 1, 36
 # Seconds: without a line from the launcher, from SIGTERM to SIGKILL, and for the last
 # output.
 _SILENCE = 30.0
@@ -47,7 +49,8 @@ _OUTPUT = 2.0
 _MOST = 65536
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -149,7 +152,7 @@ class Agent:
 
     def run(self) -> None:
         """Run the task to its end."""
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(CHILD_SUBREAPER, 1)
         length = int(b"".join(_received(8)))
         task = json.loads(b"".join(_received(length)))
         if task["call"] is not None:
@@ -228,7 +231,7 @@ class Agent:
             env=environ,
             pass_fds=passed,
             start_new_session=True,
-            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=lambda: prctl(PDEATHSIG, signal.SIGKILL),
         )
         listener.close()
         for descriptor in {writing, inner, inner_error}:

@@ -68,8 +68,7 @@ class Client:
         """Follow the task to its end; return its exit code, negative for a signal."""
         length = None if self._call is None else os.fstat(self._call).st_size
         task = json.dumps({**self._facts["task"], "call": length}).encode()
-        program = self._facts["program"].encode()
-        self._send(b"%b%08d%b" % (program, len(task), task))
+        self._send(b"%08d%b" % (len(task), task))
         if self._call is not None:
             # Other processes read the file, too: its position is theirs.
             with mmap.mmap(self._call, 0, access=mmap.ACCESS_READ) as call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any
 
 from kerasdist.cli.run.hosts import agent, client, probe
@@ -60,19 +62,6 @@ class TaskProcess:
 # Programs by one connection besides the first: sshd's MaxSessions is 10 by default.
 MOST_SHARED = 9
 
-# Reads the program from standard input, exactly, since lines for it follow.
-_BOOT = """\
-import os
-def read(count):
-    data = b""
-    while len(data) < count:
-        part = os.read(0, count - len(data))
-        if not part:
-            raise SystemExit(1)
-        data += part
-    return data
-exec(compile(read(int(read(8))), "kerasdist", "exec"), {"__name__": "__main__"})
-"""
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
@@ -92,24 +81,31 @@ class Reach:
     control: Path
 
     def command(
-        self, host: Host, *options: str, first: bool = False, alone: bool = False
+        self,
+        host: Host,
+        program: ModuleType,
+        *options: str,
+        first: bool = False,
+        alone: bool = False,
     ) -> list[str]:
-        """Return the command for a host; its program follows on standard input.
+        """Return the command that runs a program on a host.
 
         Args:
             host: The host.
+            program: A module that uses the standard library alone: its text is sent.
             *options: Options of the interpreter.
             first: Whether other commands share its connection.
             alone: Whether it has a connection of its own.
         """
+        arguments = ["-P", *options, "-c", inspect.getsource(program)]
         if is_here(host):
-            return [sys.executable, "-P", *options, "-c", _BOOT]
+            return [sys.executable, *arguments]
         shared = f"ControlPath={'none' if alone else f'{self.control}/%C'}"
         return [
             *(*self.options.ssh, *_OPTIONS),
             *("-o", f"ControlMaster={'yes' if first else 'no'}", "-o", shared),
             *("--", host.target),
-            shlex.join([self.options.python, "-P", *options, "-c", _BOOT]),
+            shlex.join([self.options.python, *arguments]),
         ]
 
 
@@ -118,16 +114,6 @@ def is_here(host: Host) -> bool:
     if host.user:
         return False
     return host.name == socket.gethostname() or is_this_host(host.name)
-
-
-def program_text(module: str) -> bytes:
-    """Return a module's text as `command`'s programs are sent: its length, and it.
-
-    Args:
-        module: The path of its file.
-    """
-    text = Path(module).read_bytes()
-    return b"%08d" % len(text) + text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,12 +162,6 @@ def assign(
 _PREFIXES = (
     *("KERASDIST_", "KERAS_", "TF_", "XLA_", "OMP_", "NCCL_", "MKL_", "OPENBLAS_"),
     "PYTHON",
-)
-# Of this host alone.
-_LOCAL = (
-    *("KERASDIST_REMOTE", "KERASDIST_ERROR_FD", "KERASDIST_REPORT_FD"),
-    "KERASDIST_STDERR_FD",
-    *("KERASDIST_CALL_FD", "KERASDIST_RESULT_FD"),
 )
 
 
@@ -237,7 +217,8 @@ class TasksOnHosts:
         exported = {
             name: value
             for name, value in environ.items()
-            if name not in _LOCAL
+            # Descriptors are of this host alone.
+            if not (name.startswith("KERASDIST_") and name.endswith("_FD"))
             and (
                 name.startswith(_PREFIXES)
                 or name == "LD_PRELOAD"
@@ -249,8 +230,7 @@ class TasksOnHosts:
         alone = task in there[MOST_SHARED:]
         facts = {
             "host": place.host.target,
-            "reach": self.reach.command(place.host, "-I", "-S", alone=alone),
-            "program": program_text(agent.__file__).decode(),
+            "reach": self.reach.command(place.host, agent, "-I", "-S", alone=alone),
             "task": {
                 "folder": os.getcwd(),
                 "command": list(command),
@@ -292,7 +272,7 @@ class HostProbe:
         # Not a pipe, which nothing would read while the job runs.
         self.errors: IO[bytes] = os.fdopen(os.memfd_create("kerasdist-errors"), "w+b")
         self.process = subprocess.Popen(
-            reach.command(host, first=True),
+            reach.command(host, probe, first=True),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -303,18 +283,13 @@ class HostProbe:
         if self.process.stdin is None or self.process.stdout is None:
             raise RuntimeError("The process was started without pipes.")
         self._questions, self._answers = self.process.stdin, self.process.stdout
-        self.ask(question, program=program_text(probe.__file__))
+        self.ask(question)
 
-    def ask(
-        self,
-        question: Mapping[str, Any],
-        seconds: float = ANSWER_SECONDS,
-        program: bytes = b"",
-    ) -> None:
-        """Ask a question, the first one with the program that answers in `seconds`."""
+    def ask(self, question: Mapping[str, Any], seconds: float = ANSWER_SECONDS) -> None:
+        """Ask a question, which must be answered in `seconds`."""
         self._deadline = Deadline(seconds)
         with contextlib.suppress(BrokenPipeError):
-            self._questions.write(program + json.dumps(question).encode() + b"\n")
+            self._questions.write(json.dumps(question).encode() + b"\n")
 
     def result(self) -> dict[str, Any] | str:
         """Wait for the answer; return it, or the reason why there is none."""
