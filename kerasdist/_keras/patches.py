@@ -21,249 +21,177 @@ TABLE = parse_table(
     """
 core
     # Losses and metrics.
-    global_batch.losses.keep_loss_unscaled
-        $LOSS.scale_loss_for_distribution(value)
-    global_batch.losses.reported_loss
-        $LOSS.unscale_loss_for_distribution(value)
-    global_batch.losses.average_loss
-        tensorflow.nn.compute_average_loss(per_example_loss, sample_weight, \
-            global_batch_size)
-    global_batch.losses.regularization_loss
-        tensorflow.nn.scale_regularization_loss(regularization_loss)
-    global_batch.losses.reduce_values
-        $LOSS.reduce_values(values, sample_weight, reduction)
-    global_batch.losses.reduce_weighted_values
-        $LOSS.reduce_weighted_values(values, ...)
-    global_batch.losses.mask_weights
-        $LOSS.apply_mask(sample_weight, mask, dtype, reduction)
-    global_batch.losses.compile_loss
-        keras.src.trainers.compile_utils.CompileLoss.call(self, ...)
-    global_batch.row_mixing.loss
-        $LOSS.Loss.__call__(self, y_true, y_pred, sample_weight)
-    global_batch.row_mixing.metric
-        $METRICS.MeanMetricWrapper.update_state(self, y_true, y_pred, sample_weight)
-    global_batch.losses.mean_metric
-        $METRICS.Mean.update_state(self, values, sample_weight)
-    global_batch.losses.additional_loss
-        $MODEL._aggregate_additional_loss(self, loss)
-    global_batch.gradients.gradient
-        tensorflow.python.eager.backprop.GradientTape.gradient(self, target, sources, \
-            output_gradients, ...)
-    global_batch.step_state.assign
-        $TENSORFLOW.core.Variable._direct_assign(self, value)
-    global_batch.step_state.update_plain
-        tensorflow.python.distribute.values._on_write_update_replica(var, update_fn, \
-            value, ...)
+    global_batch.losses
+        keep_loss_unscaled $LOSS.scale_loss_for_distribution(value)
+        reported_loss $LOSS.unscale_loss_for_distribution(value)
+        average_loss tensorflow.nn.compute_average_loss(per_example_loss, \
+                sample_weight, global_batch_size)
+        regularization_loss \
+                tensorflow.nn.scale_regularization_loss(regularization_loss)
+        reduce_values $LOSS.reduce_values(values, sample_weight, reduction)
+        reduce_weighted_values $LOSS.reduce_weighted_values(values, ...)
+        mask_weights $LOSS.apply_mask(sample_weight, mask, dtype, reduction)
+        compile_loss keras.src.trainers.compile_utils.CompileLoss.call(self, ...)
+    global_batch.row_mixing
+        loss $LOSS.Loss.__call__(self, y_true, y_pred, sample_weight)
+        metric $METRICS.MeanMetricWrapper.update_state(self, y_true, y_pred, \
+                sample_weight)
+    global_batch.losses
+        mean_metric $METRICS.Mean.update_state(self, values, sample_weight)
+        additional_loss $MODEL._aggregate_additional_loss(self, loss)
+    global_batch.gradients
+        gradient $PYTHON.eager.backprop.GradientTape.gradient(self, target, sources, \
+                output_gradients, ...)
+    global_batch.step_state
+        assign $TENSORFLOW.core.Variable._direct_assign(self, value)
+        update_plain $PYTHON.distribute.values._on_write_update_replica(var, \
+                update_fn, value, ...)
     # Optimizers.
-    training.optimizers.apply
-        $OPTIMIZER.apply(self, grads, trainable_variables)
-        keras.src.optimizers.loss_scale_optimizer.LossScaleOptimizer.apply(self, \
-            grads, trainable_variables)
-    training.optimizers.clip_gradients
-        $OPTIMIZER._clip_gradients(self, grads)
-    training.optimizers.accumulate
-        $OPTIMIZER._backend_apply_gradients(self, grads, trainable_variables)
-    training.optimizers.learning_rate
-        $OPTIMIZER._get_current_learning_rate(self)
-    training.optimizers.finalize
-        $OPTIMIZER.finalize_variable_values(self, var_list)
-    training.optimizers.skip_all_reduce
-        $TF_OPTIMIZER._all_reduce_sum_gradients(self, grads_and_vars)
-    training.weight_updates.add_rows
-        $TF_OPTIMIZER.assign_add(self, variable, value)
-    training.weight_updates.subtract_rows
-        $TF_OPTIMIZER.assign_sub(self, variable, value)
-    training.weight_updates.sgd_step
-        keras.src.optimizers.sgd.SGD.update_step(self, gradient, variable, \
-            learning_rate)
-    training.weight_updates.adagrad_step
-        keras.src.optimizers.adagrad.Adagrad.update_step(self, gradient, variable, \
-            learning_rate)
+    training.optimizers
+        apply $OPTIMIZER.apply(self, grads, trainable_variables)
+            $OPTIMIZERS.loss_scale_optimizer.LossScaleOptimizer.apply(self, grads, \
+                trainable_variables)
+        clip_gradients $OPTIMIZER._clip_gradients(self, grads)
+        accumulate $OPTIMIZER._backend_apply_gradients(self, grads, \
+                trainable_variables)
+        learning_rate $OPTIMIZER._get_current_learning_rate(self)
+        finalize $OPTIMIZER.finalize_variable_values(self, var_list)
+        skip_all_reduce $TF_OPTIMIZER._all_reduce_sum_gradients(self, grads_and_vars)
+    training.weight_updates
+        add_rows $TF_OPTIMIZER.assign_add(self, variable, value)
+        subtract_rows $TF_OPTIMIZER.assign_sub(self, variable, value)
+        sgd_step $OPTIMIZERS.sgd.SGD.update_step(self, gradient, variable, \
+                learning_rate)
+        adagrad_step $OPTIMIZERS.adagrad.Adagrad.update_step(self, gradient, variable, \
+                learning_rate)
     # Layers.
-    training.optimizers.synchronized_moments
-        $TENSORFLOW.{nn,ops.nn}._compute_moments_sync(x, axes, keepdims)
-    training.optimizers.next_seed
-        $SEEDS.SeedGenerator.next(self, ...)
+    training.optimizers
+        synchronized_moments $TENSORFLOW.{nn,ops.nn}._compute_moments_sync(x, axes, \
+                keepdims)
+        next_seed $SEEDS.SeedGenerator.next(self, ...)
     # Data, and the loops of `fit`, `evaluate` and `predict`.
-    data.epoch_iterators.cache
-        tensorflow.python.data.ops.dataset_ops.DatasetV2.cache(self, filename, name)
-    data.epoch_iterators.init_epoch_iterator
-        $TENSORFLOW.trainer.TFEpochIterator.__init__(self, distribute_strategy, ...)
-    training.train_step.reduce_per_replica
-        $TENSORFLOW.trainer.reduce_per_replica(values, strategy, reduction)
-    training.train_step.make_function
-        $MODEL._make_function(self, step_function)
-    training.train_step.receive_batch
-        $MODEL._autoconvert_optionals(self, step_func)
-    training.train_step.symbolic_build
-        $MODEL._maybe_symbolic_build(self, iterator, data_batch)
-    training.fit_loop.finish_epoch
-        $MODEL._get_metrics_result_or_logs(self, logs)
-    training.fit_loop.begin_training
-        $MODEL.make_train_function(self, ...)
-    training.fit_loop.fit
-        $MODEL.fit(self, ..., verbose)
-    training.fit_loop.on_chief_only
-        $MODEL.evaluate(self, ..., verbose)
-        $MODEL.predict(self, ..., verbose)
-    training.train_step.predict_on_batch
-        $MODEL.predict_on_batch(self, x)
+    data.epoch_iterators
+        cache $PYTHON.data.ops.dataset_ops.DatasetV2.cache(self, filename, name)
+        init_epoch_iterator $TRAINER.TFEpochIterator.__init__(self, \
+                distribute_strategy, ...)
+    training.train_step
+        reduce_per_replica $TRAINER.reduce_per_replica(values, strategy, reduction)
+        make_function $MODEL._make_function(self, step_function)
+        receive_batch $MODEL._autoconvert_optionals(self, step_func)
+        symbolic_build $MODEL._maybe_symbolic_build(self, iterator, data_batch)
+    training.fit_loop
+        finish_epoch $MODEL._get_metrics_result_or_logs(self, logs)
+        begin_training $MODEL.make_train_function(self, ...)
+        fit $MODEL.fit(self, ..., verbose)
+        on_chief_only $MODEL.evaluate|predict(self, ..., verbose)
+    training.train_step
+        predict_on_batch $MODEL.predict_on_batch(self, x)
     # Callbacks.
-    training.callbacks.on_train_begin
-        $LIST.on_train_begin(self, ...)
-    training.callbacks.on_epoch_end
-        $LIST.on_epoch_end(self, epoch, ...)
-    training.callbacks.on_train_batch_end
-        $LIST.on_train_batch_end(self, ...)
+    training.callbacks
+        on_train_begin $LIST.on_train_begin(self, ...)
+        on_epoch_end $LIST.on_epoch_end(self, epoch, ...)
+        on_train_batch_end $LIST.on_train_batch_end(self, ...)
     # Tracebacks.
-    tracebacks.filter_frames
-        keras.src.utils.traceback_utils._process_traceback_frames(tb)
-    tracebacks.show_cause
-        $BASE._symbolic_build(self, ...)
-    tracebacks.keep_own_error
-        keras.src.ops.operation.Operation.compute_output_spec(self, ...)
+    tracebacks
+        filter_frames keras.src.utils.traceback_utils._process_traceback_frames(tb)
+        show_cause $BASE._symbolic_build(self, ...)
+        keep_own_error keras.src.ops.operation.Operation.compute_output_spec(self, \
+                ...)
 placement
-    placement.layers.init_layer
-        $LAYER._initialize_tracker(self)
-    placement.layers.call_layer
-        $LAYER.__call__(self, ...)
-    placement.layers.export_model
-        $ANY_MODEL.export(self, ...)
-    placement.layers.init_variable
-        $VARIABLE.__init__(self, ...)
-    placement.layers.initialize_variable
-        $VARIABLE._initialize(self, ...)
+    placement.layers
+        init_layer $LAYER._initialize_tracker(self)
+        call_layer $LAYER.__call__(self, ...)
+        export_model $ANY_MODEL.export(self, ...)
+        init_variable $VARIABLE.__init__(self, ...)
+        initialize_variable $VARIABLE._initialize(self, ...)
     # In the class that defines it: Keras takes a `compile` elsewhere for a user's own.
-    placement.trainer.compile_model
-        $BASE.compile(self, ...)
-    placement.trainer.reset_accumulators
-        $OPTIMIZER._backend_reset_gradient_accumulators(self)
-    placement.trainer.init_epoch_iterator
-        $TENSORFLOW.trainer.TFEpochIterator.__init__(self, distribute_strategy, ...)
-    placement.trainer.make_function
-        $MODEL.make_train_function(self, ...)
-        $MODEL.make_test_function(self, ...)
-        $MODEL.make_predict_function(self, ...)
-    placement.trainer.name_the_lost
-        $MODEL.fit(self, ...)
-        $MODEL.evaluate(self, ...)
-        $MODEL.predict(self, ...)
-        $MODEL.train_on_batch(self, ...)
-        $MODEL.test_on_batch(self, ...)
-        $MODEL.predict_on_batch(self, ...)
+    placement.trainer
+        compile_model $BASE.compile(self, ...)
+        reset_accumulators $OPTIMIZER._backend_reset_gradient_accumulators(self)
+        init_epoch_iterator $TRAINER.TFEpochIterator.__init__(self, \
+                distribute_strategy, ...)
+        make_function $MODEL.make_train_function|make_test_function|\
+                make_predict_function(self, ...)
+        name_the_lost $MODEL.fit|evaluate|predict|train_on_batch|test_on_batch|\
+                predict_on_batch(self, ...)
 core
     # Adoption of variables that were created outside of the scope.
-    training.optimizers.compile_model
-        $BASE.compile(self, ...)
-    training.optimizers.make_function
-        $MODEL.make_train_function(self, ...)
-        $MODEL.make_test_function(self, ...)
-        $MODEL.make_predict_function(self, ...)
-    training.optimizers.assign
-        $VARIABLE.assign(self, value)
+    training.optimizers
+        compile_model $BASE.compile(self, ...)
+        make_function $MODEL.make_train_function|make_test_function|\
+                make_predict_function(self, ...)
+        assign $VARIABLE.assign(self, value)
 # Outermost: a step in parts, and activations that are recomputed.
 rematerialize
-    placement.rematerialize.call_layer
-        $LAYER.__call__(self, ...)
-    placement.rematerialize.run_through_graph
-        keras.src.ops.function.Function._run_through_graph(self, inputs, \
-            operation_fn, call_fn)
-    placement.rematerialize.draw_seed
-        $SEEDS.SeedGenerator.next(self, ...)
-    placement.rematerialize.assign
-        $VARIABLE.assign(self, value)
+    placement.rematerialize
+        call_layer $LAYER.__call__(self, ...)
+        run_through_graph keras.src.ops.function.Function._run_through_graph(self, \
+                inputs, operation_fn, call_fn)
+        draw_seed $SEEDS.SeedGenerator.next(self, ...)
+        assign $VARIABLE.assign(self, value)
 micro_batches
-    placement.micro_batches.call_layer
-        $LAYER.__call__(self, ...)
-    placement.micro_batches.mean_metric
-        $METRICS.Mean.update_state(self, values, sample_weight)
-    placement.micro_batches.normalize
-        $NORMALIZATION.BatchNormalization.call(self, inputs, ...)
+    placement.micro_batches
+        call_layer $LAYER.__call__(self, ...)
+        mean_metric $METRICS.Mean.update_state(self, values, sample_weight)
+        normalize $NORMALIZATION.BatchNormalization.call(self, inputs, ...)
 core
     # Writers of files. Their other work is done by the chief, too.
-    file_writers.write_backup
-        $BACKUP._save_model(self)
-    # These only write (or remove) files, or post what others would post, too.
-    file_writers.on_chief_only
-        $BACKUP._save_model(self)
-        $BACKUP.on_train_end(self, ...)
-        $CSV.on_train_begin(self, ...)
-        $CSV.on_epoch_end(self, ...)
-        $CSV.on_train_end(self, ...)
-        $CALLBACKS.remote_monitor.RemoteMonitor.on_epoch_end(self, ...)
-        $BOARD.set_model(self, model)
-        $BOARD.on_train_begin(self, ...)
-        $BOARD.on_train_end(self, ...)
-        $BOARD.on_test_begin(self, ...)
-        $BOARD.on_test_end(self, ...)
-        $BOARD.on_train_batch_begin(self, ...)
-        $BOARD.on_train_batch_end(self, ...)
-        $BOARD.on_test_batch_begin(self, ...)
-        $BOARD.on_epoch_begin(self, ...)
-        $BOARD.on_epoch_end(self, ...)
-    # Scripts that import `save_model` before there is a strategy keep Keras's own,
-    # which calls the functions in `saving_lib` and `legacy_h5_format`.
-    file_writers.write
-        $ANY_MODEL.save(self, filepath, ...)
-        $ANY_MODEL.save_weights(self, filepath, ...)
-        $ANY_MODEL.export(self, filepath, ...)
-        $SAVING.saving_lib.save_model(model, filepath, ...)
-        $SAVING.saving_lib.save_weights_only(model, filepath, ...)
-        keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5(model, filepath, \
-            ...)
-        $ARCHIVE.write_out(self, filepath, ...)
-    file_writers.write_checkpoint
-        $CHECKPOINT.checkpoint.Checkpoint._write(self, file_prefix, options)
-    file_writers.write_checkpoint_state
-        $CHECKPOINT.checkpoint_management.update_checkpoint_state_internal(save_dir, \
-            model_checkpoint_path, ...)
-    file_writers.outside
-        $SAVING.saving_lib.get_attr_skipset(obj_type)
-        $ARCHIVE.__init__(self, ...)
-        $ARCHIVE.track(self, ...)
-        $ARCHIVE.add_endpoint(self, ...)
-        $ARCHIVE.add_variable_collection(self, ...)
-    file_writers.save_state
-        $ORBAX._save_checkpoint(self, ...)
-    file_writers.finish_background
-        $ORBAX.on_train_end(self, ...)
-        $ORBAX.wait_until_finished(self)
-    file_writers.load
-        $ANY_MODEL.load_weights(self, filepath, ...)
-        $SAVING.saving_lib.load_model(filepath, ...)
-        $SAVING.saving_api.load_model(filepath, ...)
-        keras.saving.load_model(filepath, ...)
-        keras.models.load_model(filepath, ...)
+    file_writers
+        write_backup $BACKUP._save_model(self)
+        # These only write (or remove) files, or post what others would post, too.
+        on_chief_only $BACKUP._save_model(self)
+            $BACKUP.on_train_end(self, ...)
+            $CSV.on_train_begin|on_epoch_end|on_train_end(self, ...)
+            $CALLBACKS.remote_monitor.RemoteMonitor.on_epoch_end(self, ...)
+            $BOARD.set_model(self, model)
+            $BOARD.on_train_begin|on_train_end|on_test_begin|on_test_end|\
+                on_train_batch_begin|on_train_batch_end|on_test_batch_begin|\
+                on_epoch_begin|on_epoch_end(self, ...)
+        # Scripts that import `save_model` before there is a strategy keep Keras's own,
+        # which calls the functions in `saving_lib` and `legacy_h5_format`.
+        write $ANY_MODEL.save|save_weights|export(self, filepath, ...)
+            $SAVING.saving_lib.save_model|save_weights_only(model, filepath, ...)
+            keras.src.legacy.saving.legacy_h5_format.save_model_to_hdf5(model, \
+                filepath, ...)
+            $ARCHIVE.write_out(self, filepath, ...)
+        write_checkpoint $PYTHON.checkpoint.checkpoint.Checkpoint._write(self, \
+                file_prefix, options)
+        write_checkpoint_state $CHECKPOINTS.update_checkpoint_state_internal(save_dir, \
+                model_checkpoint_path, ...)
+        outside $SAVING.saving_lib.get_attr_skipset(obj_type)
+            $ARCHIVE.__init__|track|add_endpoint|add_variable_collection(self, ...)
+        save_state $ORBAX._save_checkpoint(self, ...)
+        finish_background $ORBAX.on_train_end(self, ...)
+            $ORBAX.wait_until_finished(self)
+        load $ANY_MODEL.load_weights(self, filepath, ...)
+            $SAVING.saving_lib.load_model(filepath, ...)
+            $SAVING.saving_api.load_model(filepath, ...)
+            keras.saving.load_model(filepath, ...)
+            keras.models.load_model(filepath, ...)
     # They may save within an epoch, on all ranks after the same batch.
-    training.callbacks.flush_accumulators
-        $BACKUP._save_model(self)
-        $CALLBACKS.model_checkpoint.ModelCheckpoint._save_model(self, ...)
-        $ORBAX._save_checkpoint(self, ...)
+    training.callbacks
+        flush_accumulators $BACKUP._save_model(self)
+            $CALLBACKS.model_checkpoint.ModelCheckpoint._save_model(self, ...)
+            $ORBAX._save_checkpoint(self, ...)
 # The learning rate times a factor.
 learning_rate
-    learning_rate.on_base_rate
-        $CALLBACKS.learning_rate_scheduler.LearningRateScheduler.on_epoch_begin(self, \
-            epoch, logs)
-        $CALLBACKS.reduce_lr_on_plateau.ReduceLROnPlateau.on_epoch_end(self, epoch, \
-            logs)
-    learning_rate.set_rate
-        $OPTIMIZER.learning_rate=(self, learning_rate)
+    learning_rate
+        on_base_rate $SCHEDULER.on_epoch_begin(self, epoch, logs)
+            $CALLBACKS.reduce_lr_on_plateau.ReduceLROnPlateau.on_epoch_end(self, \
+                epoch, logs)
+        set_rate $OPTIMIZER.learning_rate=(self, learning_rate)
 # `keras.distribution`, see `enable_keras_distribution`.
 distribution
-    distribution.set_global_attribute
-        keras.src.backend.common.global_state.set_global_attribute(name, value)
-    distribution.list_devices
-        $TENSORFLOW.distribution_lib.list_devices(device_type)
-    + distribution.get_device_count
-        $TENSORFLOW.distribution_lib.get_device_count
-    + distribution.initialize
-        $TENSORFLOW.distribution_lib.initialize
-    + distribution.num_processes
-        $TENSORFLOW.distribution_lib.num_processes
-    + distribution.process_id
-        $TENSORFLOW.distribution_lib.process_id
-    + distribution.distribute_tensor
-        $TENSORFLOW.distribution_lib.distribute_tensor
+    distribution
+        set_global_attribute \
+                keras.src.backend.common.global_state.set_global_attribute(name, \
+                value)
+        list_devices $DISTRIBUTION.list_devices(device_type)
+        + get_device_count $DISTRIBUTION.get_device_count
+        + initialize $DISTRIBUTION.initialize
+        + num_processes $DISTRIBUTION.num_processes
+        + process_id $DISTRIBUTION.process_id
+        + distribute_tensor $DISTRIBUTION.distribute_tensor
 """,
     # In Keras 3.16 some have other names: see the braces.
     ANY_MODEL="keras.src.models.model.Model",
@@ -272,8 +200,9 @@ distribution
     BASE="keras.src.trainers.trainer.{BaseTrainer,Trainer}",
     BOARD="keras.src.callbacks.tensorboard.TensorBoard",
     CALLBACKS="keras.src.callbacks",
-    CHECKPOINT="tensorflow.python.checkpoint",
+    CHECKPOINTS="tensorflow.python.checkpoint.checkpoint_management",
     CSV="keras.src.callbacks.csv_logger.CSVLogger",
+    DISTRIBUTION="keras.src.backend.tensorflow.distribution_lib",
     LAYER="keras.src.layers.layer.Layer",
     LIST="keras.src.callbacks.callback_list.CallbackList",
     LOSS="keras.src.losses.loss",
@@ -281,10 +210,14 @@ distribution
     MODEL="keras.src.backend.tensorflow.trainer.{TensorFlowTrainer,Trainer}",
     NORMALIZATION="keras.src.layers.normalization.batch_normalization",
     OPTIMIZER="keras.src.optimizers.base_optimizer.BaseOptimizer",
+    OPTIMIZERS="keras.src.optimizers",
     ORBAX="keras.src.callbacks.orbax_checkpoint.OrbaxCheckpoint",
+    PYTHON="tensorflow.python",
     SAVING="keras.src.saving",
+    SCHEDULER="keras.src.callbacks.learning_rate_scheduler.LearningRateScheduler",
     SEEDS="keras.src.random.seed_generator",
     TENSORFLOW="keras.src.backend.tensorflow",
     TF_OPTIMIZER="keras.src.backend.tensorflow.optimizer.TFOptimizer",
+    TRAINER="keras.src.backend.tensorflow.trainer",
     VARIABLE="keras.src.backend.tensorflow.{core,ops.core}.Variable",
 )

@@ -16,37 +16,29 @@ from kerasdist.errors import IncompatibleTensorFlowError
 TABLE = parse_table(
     """
 core
-    variables.aggregate
-        $PYTHON.distribute.values.apply_aggregation_replica_context(value, \
-            aggregation, destinations)
-    + variables.to_float
-        $PYTHON.distribute.values.DistributedVariable.__float__
-    + variables.to_int
-        $PYTHON.distribute.values.DistributedVariable.__int__
-    variables.keep_graph
-        $PYTHON.framework.ops._DefaultGraphStack.reset(self)
-    variables.call
-        $PYTHON.saved_model.load._WrapperFunction._call_flat(self, args, \
-            captured_inputs)
+    variables
+        aggregate $PYTHON.distribute.values.apply_aggregation_replica_context(value, \
+                aggregation, destinations)
+        + to_float $PYTHON.distribute.values.DistributedVariable.__float__
+        + to_int $PYTHON.distribute.values.DistributedVariable.__int__
+        keep_graph $PYTHON.framework.ops._DefaultGraphStack.reset(self)
+        call $PYTHON.saved_model.load._WrapperFunction._call_flat(self, args, \
+                captured_inputs)
 placement
-    gradient_placement.record_device
-        $PYTHON.eager.execute.record_gradient(op_name, inputs, attrs, outputs)
-    gradient_placement.call_on_device
-        $PYTHON.eager.record.record_operation(op_type, output_tensors, input_tensors, \
-            backward_function, ...)
-        $PYTHON.eager.record.record_operation_backprop_only(op_type, output_tensors, \
-            input_tensors, backward_function, ...)
-    gradient_placement.differentiate_on_device
-        $PYTHON.eager.backprop._gradient_function(op_name, attr_tuple, num_inputs, \
-            inputs, \
-            outputs, out_grads, skip_input_indices, forward_pass_name_scope)
-    gradient_placement.add_on_device
-        $PYTHON.eager.backprop._aggregate_grads(gradients)
+    gradient_placement
+        record_device $PYTHON.eager.execute.record_gradient(op_name, inputs, attrs, \
+                outputs)
+        call_on_device $PYTHON.eager.record.record_operation|\
+                record_operation_backprop_only(op_type, output_tensors, input_tensors, \
+                backward_function, ...)
+        differentiate_on_device $PYTHON.eager.backprop._gradient_function(op_name, \
+                attr_tuple, num_inputs, inputs, outputs, out_grads, \
+                skip_input_indices, forward_pass_name_scope)
+        add_on_device $PYTHON.eager.backprop._aggregate_grads(gradients)
 remote
-    remote.add_function
-        $PYTHON.eager.context.Context.add_c_function(self, c_func)
-    remote.remove_function
-        $PYTHON.eager.context.Context.remove_function(self, name)
+    remote
+        add_function $PYTHON.eager.context.Context.add_c_function(self, c_func)
+        remove_function $PYTHON.eager.context.Context.remove_function(self, name)
 """,
     PYTHON="tensorflow.python",
 )

@@ -10,15 +10,15 @@ the last one is the outermost. In a target
 `...` stands for parameters that the hook passes on unchanged, `Class.name=(self, x)`
 is the setter of a property, and `{a,b.c}` in a path are alternatives for different
 versions: the first one that exists counts. A table is text, with `$NAME` for what
-`parse_table` is given under that name:
+`parse_table` is given under that name, and `name|other` for two functions of one owner
+with the same parameters:
 
     feature
         # A comment.
-        module.hook
-            $PACKAGE.Class.name(self, x, ...)
-            $PACKAGE.Class.other(self, x, ...)
-        + module.hook_that_is_added
-            $PACKAGE.module.name
+        module
+            hook $PACKAGE.Class.name|other(self, x, ...)
+                $PACKAGE.Other.name(self, ...)
+            + hook_that_is_added $PACKAGE.module.name
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Patch:
 def parse_table(text: str, **names: str) -> tuple[Patch, ...]:
     """Return the rows of a table's text, see above; `names` are those after a "$"."""
     rows: list[Patch] = []
-    feature = ""
+    feature = module = ""
     for line in string.Template(text).substitute(names).splitlines():
         written = " ".join(line.split())
         depth = len(line) - len(line.lstrip())
@@ -73,10 +73,18 @@ def parse_table(text: str, **names: str) -> tuple[Patch, ...]:
         if depth == 0:
             feature = written
         elif depth == 4:
-            hook, adds = written.removeprefix("+ "), written.startswith("+ ")
-            rows.append(Patch(hook=hook, feature=feature, targets=(), adds=adds))
+            module = written
         else:
-            rows[-1] = replace(rows[-1], targets=(*rows[-1].targets, written))
+            if depth == 8:
+                hook, _, written = written.removeprefix("+ ").partition(" ")
+                hook, adds = f"{module}.{hook}", line[8] == "+"
+                rows.append(Patch(hook=hook, feature=feature, targets=(), adds=adds))
+            path, bracket, rest = written.partition("(")
+            above, _, every = path.rpartition(".")
+            more = (
+                f"{above}.{name.strip()}{bracket}{rest}" for name in every.split("|")
+            )
+            rows[-1] = replace(rows[-1], targets=(*rows[-1].targets, *more))
     return tuple(rows)
 
 
