@@ -359,7 +359,7 @@ class JobView:
             "in_step": self.in_step,
             "devices": devices,
             "between_devices": moved,
-            "compression": {} if hooks is None else hooks.gradients.figures(),
+            "compression": {} if hooks is None else hooks.gradients.memories.figures(),
             "noise": None if steps_of_each < LEAST_STEPS else noise_of(norms, replicas),
         }
 

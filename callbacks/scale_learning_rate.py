@@ -207,7 +207,7 @@ class ScaleLearningRate(JobCallback):
         self._restored = 0
         if hooks is None:
             return
-        texts = hooks.consensus.texts(
+        texts = hooks.consensus.facts(
             f"factor {self._measured or self.factor:.12g} and {self.steps} steps of "
             "warm-up"
         )

@@ -192,11 +192,6 @@ def setting(**values: Any) -> contextlib.AbstractContextManager[None]:
     return _tf.replaced(current, **values)
 
 
-def gradients_are_reduced() -> bool:
-    """Return whether an optimizer gets gradients that are the same on all replicas."""
-    return current.reduced
-
-
 def is_timed() -> bool:
     """Return whether the inside of the running or traced step is measured."""
     return current.timed and not current.compiled

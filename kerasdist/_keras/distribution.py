@@ -39,23 +39,8 @@ class DistributionOwner(Protocol):
         """Take the cluster from the arguments of `keras.distribution.initialize`."""
 
 
-class _Holder:
-    """The owner in this process, if there is one."""
-
-    owner: DistributionOwner | None = None
-
-
-_HOLDER = _Holder()
-
-
-def distribution_owner() -> DistributionOwner | None:
-    """Return the owner that the hooks ask; None if there is none."""
-    return _HOLDER.owner
-
-
-def set_distribution_owner(owner: DistributionOwner | None) -> None:
-    """Set the owner that the hooks ask."""
-    _HOLDER.owner = owner
+# The owner in this process, whom the hooks ask; None if there is none.
+owner: DistributionOwner | None = None
 
 
 def set_global_attribute(original: Original, name: str, value: Any) -> Any:
@@ -67,8 +52,8 @@ def set_global_attribute(original: Original, name: str, value: Any) -> Any:
     Raises:
         ValueError: See `DistributionOwner.begin`.
     """
-    if name == _ATTRIBUTE and _HOLDER.owner is not None:
-        _HOLDER.owner.begin(value)
+    if name == _ATTRIBUTE and owner is not None:
+        owner.begin(value)
     return original(name, value)
 
 
@@ -77,7 +62,7 @@ def list_devices(
 ) -> list[str]:
     """Replace `list_devices`: those of all workers, as in Keras on JAX."""
     local = original(device_type)
-    return local if _HOLDER.owner is None else _HOLDER.owner.devices(local)
+    return local if owner is None else owner.devices(local)
 
 
 # Added to the TensorFlow backend, which doesn't have them.
@@ -97,8 +82,8 @@ def initialize(
         ClusterError: They are no cluster.
         RuntimeError: The workers are connected already.
     """
-    if _HOLDER.owner is not None:
-        _HOLDER.owner.initialize(job_addresses, num_processes, process_id)
+    if owner is not None:
+        owner.initialize(job_addresses, num_processes, process_id)
 
 
 def num_processes() -> int:

@@ -390,7 +390,7 @@ def note_own_files(hooks: KerasHooks, callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         path = str(getattr(callback, "filepath", None) or "")
         if is_temporary(path):
-            paths = hooks.consensus.texts(os.path.abspath(path))
+            paths = hooks.consensus.facts(os.path.abspath(path))
             OWN_FILES.set(callback, len(set(paths.values())) > 1)
 
 

@@ -58,8 +58,7 @@ core
         finalize $OPTIMIZER.finalize_variable_values(self, var_list)
         skip_all_reduce $TF_OPTIMIZER._all_reduce_sum_gradients(self, grads_and_vars)
     training.weight_updates
-        add_rows $TF_OPTIMIZER.assign_add(self, variable, value)
-        subtract_rows $TF_OPTIMIZER.assign_sub(self, variable, value)
+        update_rows $TF_OPTIMIZER.assign_add|assign_sub(self, variable, value)
         sgd_step $OPTIMIZERS.sgd.SGD.update_step(self, gradient, variable, \
                 learning_rate)
         adagrad_step $OPTIMIZERS.adagrad.Adagrad.update_step(self, gradient, variable, \

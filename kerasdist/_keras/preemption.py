@@ -158,7 +158,7 @@ class Resumption:
                 kept = [array for _, _, some in arrays for array in some]
                 values = [np.asarray(each) for each in (*state, *kept, *sums)]
                 mine = self._write(facts, values)
-            answers = hooks.consensus.texts(mine)
+            answers = hooks.consensus.facts(mine)
             answer = next((text for text in answers.values() if text), "")
         text = (
             f"kerasdist: the job is preempted after step {facts['communicator_step']}"
@@ -275,7 +275,7 @@ class Resumption:
             raise self._file.unusable("it isn't there any more")
         objection = _objection(found, trainer, variables, callbacks)
         objection = objection or self._find_place(found)
-        objections = hooks.consensus.texts(objection)
+        objections = hooks.consensus.facts(objection)
         refused = next((text for text in objections.values() if text), "")
         if refused:
             raise self._file.unusable(refused)

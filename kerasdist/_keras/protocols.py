@@ -91,7 +91,6 @@ class ConsensusHooks(Protocol):
 
     def any_of(self, flag: bool) -> bool: ...
     def of_chief(self, number: float, root: int = 0) -> float: ...
-    def texts(self, text: str) -> dict[int, str]: ...
     def facts(self, value: Any) -> dict[int, Any]: ...
     def average(self, variables: Sequence[Any]) -> None: ...
 
@@ -104,9 +103,8 @@ class GradientHooks:
         reduce: See `strategies.reduce.gradients.reduce_gradients`.
         end_window: See `strategies.reduce.gradients.end_window`.
         sum_over_replicas: Sums each of a list of tensors over all replicas.
-        kept: Returns the variables that hold what wasn't sent of earlier gradients.
-        restart: Goes on with these for other workers, see `Memories.restart`.
-        figures: See `Memories.figures`.
+        memories: What wasn't sent of earlier gradients, a
+            `strategies.reduce.compressed.Memories`.
         check: Raises an error if an optimizer doesn't fit to how gradients are reduced.
         save, load: See `strategies.reduce.compressed.save_kept` and `load_kept`; None
             if nothing is kept.
@@ -116,9 +114,7 @@ class GradientHooks:
     reduce: Callable[..., list[Any]]
     end_window: Callable[..., list[Any]]
     sum_over_replicas: Callable[[Sequence[Any]], list[Any]]
-    kept: Callable[[], Sequence[Any]]
-    restart: Callable[[Sequence[Any]], None]
-    figures: Callable[[], dict[str, float]]
+    memories: Any
     check: Callable[[Any], None]
     save: Callable[[Sequence[Any], Path], None] | None = None
     load: Callable[[Sequence[Any], Path], bool] | None = None

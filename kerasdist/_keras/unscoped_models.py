@@ -261,23 +261,8 @@ def is_alone(hooks: KerasHooks) -> bool:
     )
 
 
-# The hooks of strategies that are neither closed nor garbage.
-_in_use: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def begin_use(hooks: KerasHooks) -> None:
-    """Register a strategy that has been created."""
-    _in_use.add(hooks)
-
-
-def end_use(hooks: KerasHooks) -> None:
-    """Unregister a strategy that has been closed; can be called twice."""
-    _in_use.discard(hooks)
-
-
-def is_in_use(hooks: KerasHooks) -> bool:
-    """Return whether a strategy can run collectives, because it isn't closed."""
-    return hooks in _in_use
+# The hooks of strategies that can run collectives: neither closed nor garbage.
+in_use: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
@@ -373,5 +358,5 @@ def _hooks_in_use(trainer: Any) -> KerasHooks | None:
     own = getattr(trainer, "_distribute_strategy", None)
     if own is not None or tf.distribute.has_strategy():
         return None
-    found: Any = (hooks for hooks in _in_use if hooks.workers.communicator.size > 1)
+    found: Any = (hooks for hooks in in_use if hooks.workers.communicator.size > 1)
     return next(found, None)

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from kerasdist import _keras
-from kerasdist._keras.distribution import distribution_owner, set_distribution_owner
+from kerasdist._keras import distribution as hooks
 from kerasdist.cluster import Cluster, resolve
 from kerasdist.errors import ClusterError
 from kerasdist.strategies.options import check_installed
@@ -347,7 +347,7 @@ def enable_keras_distribution(strategy: DataParallelStrategy | None = None) -> N
             "RingStrategy or a ParameterServerStrategy, or None."
         )
     check_installed()
-    before = distribution_owner()
+    before = hooks.owner
     if isinstance(before, StrategyOwner):
         if strategy is None or strategy is before.given:
             return
@@ -356,5 +356,5 @@ def enable_keras_distribution(strategy: DataParallelStrategy | None = None) -> N
             f"at the first call. Received: strategy={strategy!r}; before: "
             f"{before.given!r}. Call `enable_keras_distribution` once."
         )
-    set_distribution_owner(StrategyOwner(strategy))
+    hooks.owner = StrategyOwner(strategy)
     _keras.install("distribution")

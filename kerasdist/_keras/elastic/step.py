@@ -383,8 +383,8 @@ class ElasticStep(ContinuableStep):
                 f"{steps} isn't in this epoch's metrics.",
             )
         self._totals.divide(self._metrics(), chief=workers.rank == 0)
-        if self._hooks.gradients.kept():
-            self._hooks.gradients.restart(self._saved)
+        if self._hooks.gradients.memories.variables:
+            self._hooks.gradients.memories.restart(self._saved)
             self._hooks.log_once(
                 f"kept {self._epoch}",
                 "kerasdist: what a lost worker hadn't sent yet of its gradients is "
@@ -427,11 +427,11 @@ class ElasticStep(ContinuableStep):
         def trace(batch: Any) -> Any:
             nonlocal made
             self._traced.clear()
-            kept = len(self._hooks.gradients.kept())
+            kept = len(self._hooks.gradients.memories.variables)
             found = made[0].get_concrete_function(batch)
             is_noticed = any(updates.noticed for updates in self._traced)
             # A step must be able to restore all that it changes.
-            if is_noticed or len(self._hooks.gradients.kept()) > kept:
+            if is_noticed or len(self._hooks.gradients.memories.variables) > kept:
                 self._late = self._late and not is_noticed
                 made = self._make_graph()
                 found = made[0].get_concrete_function(batch)
@@ -466,7 +466,10 @@ class ElasticStep(ContinuableStep):
         late = self._late and not self._trainer.run_eagerly
 
         def step(batch: Any) -> Any:
-            state = [*whole_state(self._trainer), *self._hooks.gradients.kept()]
+            state = [
+                *whole_state(self._trainer),
+                *self._hooks.gradients.memories.variables,
+            ]
             if late:
                 updated = {id(variable) for variable in updated_state(self._trainer)}
                 state = [each for each in state if id(each) not in updated]

@@ -102,16 +102,6 @@ def placer_of(strategy: Any) -> LayerPlacer | None:
     return placer
 
 
-def called_layer() -> str | None:
-    """Return the path of the layer that this thread is calling; None if it isn't."""
-    return current.calls[-1][0][-1] if current.calls else None
-
-
-def device_of_variable() -> str | None:
-    """Return the device of the variable that this thread is creating; None if none."""
-    return current.variable_device
-
-
 def init_layer(original: Original, layer: Any) -> None:
     """Replace `Layer._initialize_tracker`: a layer belongs to the stage it's made in.
 

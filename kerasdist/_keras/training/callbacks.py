@@ -17,7 +17,7 @@ from kerasdist._keras import file_writers as writers
 from kerasdist._keras import learning_rate
 from kerasdist._keras.chief_failover import take_over
 from kerasdist._keras.context import current, setting
-from kerasdist._keras.protocols import AsyncHooks, dynamic_hooks, hooks_of
+from kerasdist._keras.protocols import AsyncHooks, KerasHooks, hooks_of
 from kerasdist._keras.shared_state import JobCallback, statistics_of
 from kerasdist._keras.training import fit_loop
 from kerasdist._tf.patching import Original
@@ -59,14 +59,13 @@ def on_epoch_end(original: Original, self: Any, *args: Any, **kwargs: Any) -> An
     If one rank wants to stop, all stop. If the ranks' learning rates differ, all
     take the chief's.
     """
-    dynamic = _dynamic_hooks(self.model)
+    hooks, dynamic = _hooks_of_model(self.model)
     if dynamic is not None:
         _count_all(self.callbacks, dynamic.steps_of_all)
     result = original(self, *args, **kwargs)
     if current.fitting:
         current.epoch += 1
     model = self.model
-    hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is not None and hooks.workers.replicas > 1:
         model.stop_training = hooks.consensus.any_of(bool(model.stop_training))
         for optimizer in learning_rate.settable(model):
@@ -105,18 +104,15 @@ def on_train_begin(original: Original, self: Any, *args: Any, **kwargs: Any) -> 
     result = original(self, *args, **kwargs)
     # Only now is the state restored, wherever in the list the callback is that does it.
     backup = writers.read_backup(self.callbacks)
-    hooks = None if model is None else hooks_of(model.distribute_strategy)
+    hooks, dynamic = _hooks_of_model(model)
     if hooks is not None and hooks.gradients.load is not None and current.fitting:
         for path in filter(None, map(_kept_path, self.callbacks)):
             hooks.gradients.load(model.trainable_variables, path)
     for callback in self.callbacks:
         if isinstance(callback, JobCallback):
             callback.resumed_after(backup.batches)
-    dynamic = _dynamic_hooks(model)
     # In a custom loop, callbacks may be used on one rank alone.
-    if model is not None and (
-        current.fitting or hooks_of(model.distribute_strategy) is None
-    ):
+    if model is not None and (current.fitting or hooks is None):
         if dynamic is not None:
             dynamic.weights.resume_at(backup.steps)
         else:
@@ -147,12 +143,11 @@ def on_train_batch_end(original: Original, self: Any, *args: Any, **kwargs: Any)
     with setting(after_batch=True):
         result = original(self, *args, **kwargs)
     model = self.model
-    dynamic = _dynamic_hooks(model)
+    hooks, dynamic = _hooks_of_model(model)
     if dynamic is not None:
         if model.stop_training:
             dynamic.data.end_batches()
         return result
-    hooks = None if model is None else hooks_of(model.distribute_strategy)
     if hooks is None or hooks.workers.replicas == 1:
         return result
     if any(may_stop(callback) for callback in self.callbacks):
@@ -182,7 +177,7 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
     if stops and any(may_stop(callback) for callback in callbacks):
         # Which callback it is doesn't matter: after each batch all ranks are asked.
         names.append("one with `on_train_batch_end`")
-    names_by_rank = hooks.consensus.texts(", ".join(names))
+    names_by_rank = hooks.consensus.facts(", ".join(names))
     if len(set(names_by_rank.values())) > 1:
         which = "; ".join(
             f"on rank {rank} [{names}]" for rank, names in names_by_rank.items()
@@ -197,8 +192,9 @@ def _check_callbacks(model: Any, callbacks: Sequence[Any]) -> None:
         )
 
 
-def _dynamic_hooks(model: Any) -> AsyncHooks | None:
-    return None if model is None else dynamic_hooks(model.distribute_strategy)
+def _hooks_of_model(model: Any) -> tuple[KerasHooks | None, AsyncHooks | None]:
+    hooks = hooks_of(getattr(model, "distribute_strategy", None))
+    return hooks, None if hooks is None else hooks.dynamic
 
 
 def _count_all(callbacks: Any, steps: int) -> None:

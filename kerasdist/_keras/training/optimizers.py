@@ -48,7 +48,7 @@ from kerasdist._keras.unscoped_models import (
     apply_on_all,
     build_only,
     check_not_local,
-    is_in_use,
+    in_use,
     strategy_outside,
 )
 from kerasdist._tf.compiled_step import padded
@@ -132,7 +132,7 @@ def compile_model(original: Original, trainer: Any, *args: Any, **kwargs: Any) -
     """
     strategy = trainer._distribute_strategy
     hooks = hooks_of(strategy)
-    if timer_of(strategy) is None or (hooks is not None and not is_in_use(hooks)):
+    if timer_of(strategy) is None or (hooks is not None and hooks not in in_use):
         return original(trainer, *args, **kwargs)
     inside = tf.distribute.has_strategy()
     with contextlib.nullcontext() if inside else strategy.scope():

@@ -85,25 +85,15 @@ def _same_device(distributed: Any, variable: Any) -> Any | None:
 # a GPU neither has an order: see `strategies.reduce.consensus`.
 
 
-def add_rows(original: Original, optimizer: Any, variable: Any, value: Any) -> Any:
-    """Replace `TFOptimizer.assign_add`: add slices of a row in one order everywhere."""
-    update = tf.raw_ops.ResourceScatterNdAdd
-    return _update_rows(original, update, optimizer, variable, value)
+def update_rows(original: Original, optimizer: Any, variable: Any, value: Any) -> Any:
+    """Replace functions of `TFOptimizer`: slices of a row are in one order everywhere.
 
-
-def subtract_rows(original: Original, optimizer: Any, variable: Any, value: Any) -> Any:
-    """Replace `TFOptimizer.assign_sub`: likewise."""
-    update = tf.raw_ops.ResourceScatterNdSub
-    return _update_rows(original, update, optimizer, variable, value)
-
-
-def _update_rows(
-    original: Original,
-    update: Callable[..., Any],
-    optimizer: Any,
-    variable: Any,
-    value: Any,
-) -> Any:
+    These are `assign_add` and `assign_sub`.
+    """
+    adds = original.__name__ == "assign_add"
+    update = (
+        tf.raw_ops.ResourceScatterNdAdd if adds else tf.raw_ops.ResourceScatterNdSub
+    )
     hooks: KerasHooks | None = None
     if isinstance(value, tf.IndexedSlices) and current.reduced and not _tf.in_xla():
         hooks = current_facets().hooks

@@ -13,12 +13,8 @@ import psutil
 import tensorflow as tf
 
 from kerasdist import _tf
-from kerasdist._keras.context import is_timed
-from kerasdist._keras.placement.layers import (
-    LayerFacts,
-    called_layer,
-    device_of_variable,
-)
+from kerasdist._keras.context import current, is_timed
+from kerasdist._keras.placement.layers import LayerFacts
 from kerasdist._keras.placement.micro_batches import dividing
 from kerasdist._keras.placement.rematerialize import rematerializing
 from kerasdist._keras.shared_state import copied_to, whole_state
@@ -203,7 +199,7 @@ class Placer:
 
     def new_variable(self) -> str:
         """Return the device of the variable that this thread is creating."""
-        return device_of_variable() or self.stage or self.devices[0]
+        return current.variable_device or self.stage or self.devices[0]
 
     def check(self, layers: Iterable[LayerFacts]) -> None:
         """See `LayerPlacer`."""
@@ -250,8 +246,8 @@ class Placer:
             self.steps[kind] = places_of(step, self._names, rows)
 
     def _note(self, op: Any) -> None:
-        layer = called_layer()
-        if layer is not None:
+        if current.calls:
+            layer = current.calls[-1][0][-1]
             self._names.layers.setdefault(op.name.rpartition("/")[0], layer)
         # Some shapes are known only when the operation is complete.
         self._traced[id(op.graph)] = op.graph

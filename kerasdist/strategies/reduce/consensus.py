@@ -51,7 +51,7 @@ class Consensus:
         Raises:
             CollectiveMismatch: A worker is at another place.
         """
-        every = self.texts(f"{int(flag)}{place}")
+        every = self.facts(f"{int(flag)}{place}")
         places = {rank: text[1:] for rank, text in every.items()}
         if len(set(places.values())) > 1:
             where = "; ".join(f"rank {rank} {at}" for rank, at in places.items())
@@ -79,12 +79,8 @@ class Consensus:
         given = self._workers.communicator.broadcast([np.float64(number)], root)
         return float(given[0])
 
-    def texts(self, text: str) -> dict[int, str]:
-        """Return each worker's text by its rank; lost workers are missing."""
-        return self.facts(text)
-
     def facts(self, value: Any) -> dict[int, Any]:
-        """Return each worker's value, which is JSON, as `texts` does."""
+        """Return each worker's value, JSON, by its rank; lost workers are missing."""
         every = gather_json(self._workers.communicator, [self._workers.rank, value])
         return {int(rank): theirs for rank, theirs in every}
 
@@ -237,7 +233,7 @@ def _take_rounded(
     copies = [workers.copies(variable) for _, variable in variables]
     # Models that differ on purpose may have other shapes, too: all decide alike.
     kinds = [(tf.as_dtype(each[0].dtype), tuple(each[0].shape)) for each in copies]
-    every = Consensus(workers).texts(repr(kinds))
+    every = Consensus(workers).facts(repr(kinds))
     if len(set(every.values())) > 1 or not all(kind.is_floating for kind, _ in kinds):
         return False
     chiefs = workers.communicator.broadcast([np.asarray(each[0]) for each in copies])

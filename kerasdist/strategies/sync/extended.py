@@ -20,10 +20,10 @@ from typing import Any
 import tensorflow as tf
 
 from kerasdist import _keras, _tf
-from kerasdist._keras.context import gradients_are_reduced
+from kerasdist._keras.context import current
 from kerasdist._keras.protocols import GradientHooks, KerasHooks, StateHooks
 from kerasdist._keras.tracebacks import OnceLogger
-from kerasdist._keras.unscoped_models import begin_use, end_use
+from kerasdist._keras.unscoped_models import in_use
 from kerasdist._tf import patches
 from kerasdist._tf.variables import COMPILED, StrategyExtensions, distribute_copies
 from kerasdist.cluster import Cluster
@@ -100,7 +100,7 @@ class SynchronousExtended(SharingExtended):
         self.kerasdist = StrategyExtensions(
             hooks=self._make_hooks(options, timer),
             timer=timer,
-            in_lockstep=gradients_are_reduced,
+            in_lockstep=lambda: current.reduced,
         )
 
     def _make_hooks(self, options: Options, timer: StepClock) -> KerasHooks:
@@ -132,9 +132,7 @@ class SynchronousExtended(SharingExtended):
                 reduce=reduce if norms is None else norms.reduce,
                 end_window=partial(end_window, workers),
                 sum_over_replicas=partial(sum_over_replicas, workers),
-                kept=lambda: workers.memories.variables,
-                restart=workers.memories.restart,
-                figures=workers.memories.figures,
+                memories=workers.memories,
                 check=partial(check_optimizer, options.compression),
                 save=partial(save_kept, workers) if has_memory else None,
                 load=partial(load_kept, workers) if has_memory else None,
@@ -412,7 +410,7 @@ class DataParallelStrategy(BlockStrategy):
             super().__init__(extended(self, devices, job, options))
             _keras.install()
             patches.install("core")
-            begin_use(self.extended.kerasdist.hooks)
+            in_use.add(self.extended.kerasdist.hooks)
             if job.communicator.size > 1:
                 _tf.set_global_seed_if_none(self.extended.common_seed)
         except BaseException as error:
@@ -528,7 +526,7 @@ class DataParallelStrategy(BlockStrategy):
         self._leave(None)
 
     def _leave(self, error: BaseException | None) -> None:
-        end_use(self.extended.kerasdist.hooks)
+        in_use.discard(self.extended.kerasdist.hooks)
         if self._finalizer.detach() is not None:
             self._leave_job(error)
         if error is not None or not self._shares_job:

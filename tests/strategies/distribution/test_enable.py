@@ -121,9 +121,9 @@ with strategy.scope():
     refusals.append(refused(lambda: set_distribution(D.DataParallel())))
 
 # As at the beginning of a script that has options.
-from kerasdist._keras.distribution import set_distribution_owner
+from kerasdist._keras import distribution
 
-set_distribution_owner(None)
+distribution.owner = None
 kerasdist.enable_keras_distribution(strategy)
 kerasdist.enable_keras_distribution(strategy)
 refusals += [
