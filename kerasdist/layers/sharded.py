@@ -31,66 +31,6 @@ _NORMS = (
 )
 
 
-class FullTensor:
-    """A matrix or vector that is cut, with its initial value.
-
-    The value is drawn whole and once, and handed out in parts: so a sharded layer
-    begins with the numbers of a plain one with the same seed. It's drawn in host
-    memory, and dropped when all parts are handed out.
-
-    Args:
-        shape: Its shape.
-        axis: The axis along which it's cut.
-        initializer: Keras's initializer, or a function of shape and dtype.
-        parts: The number of its parts.
-
-    Attributes:
-        shape: Its shape.
-        axis: The axis along which it's cut.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        axis: int,
-        initializer: Callable[..., Any],
-        parts: int,
-    ) -> None:
-        self.shape = shape
-        self.axis = axis
-        self._initializer = initializer
-        self._parts = self._missing = parts
-        self._drawn: Any = None
-
-    def part(self, own: slice) -> dict[str, Any]:
-        """Return the shape and the initializer of a part."""
-        where = [slice(None)] * len(self.shape)
-        where[self.axis] = own
-        shape = list(self.shape)
-        shape[self.axis] = own.stop - own.start
-
-        def initial(shape: Sequence[int], dtype: Any = None) -> Any:
-            with tf.device("CPU:0"):
-                return tf.identity(self._draw(dtype)[tuple(where)])
-
-        return {"shape": tuple(shape), "initializer": initial}
-
-    def _draw(self, dtype: Any) -> Any:
-        if not tf.executing_eagerly():
-            # A tensor of one graph isn't another's. Keras's initializers draw the
-            # same numbers again.
-            return tf.convert_to_tensor(self._initializer(self.shape, dtype=dtype))
-        if self._drawn is None:
-            value = self._initializer(self.shape, dtype=dtype)
-            self._drawn = tf.convert_to_tensor(value)
-            self._missing = self._parts
-        drawn = self._drawn
-        self._missing -= 1
-        if self._missing == 0:
-            self._drawn = None
-        return drawn
-
-
 class _OfWhole(keras.regularizers.Regularizer):
     """A regularizer of a whole matrix: its value doesn't depend on the argument.
 
@@ -279,19 +219,19 @@ class Sharded:
         shape, axis = next(iter(wholes.values()))
         length, devices = shape[axis], self._devices(shape[axis])
         shards = len(devices)
-        self._wholes = {}
-        for name, (shape, axis) in wholes.items():
+        for name, (_, axis) in wholes.items():
             argument = f"{name}_constraint"
             check_constraint(getattr(self, argument), argument, axis, shards)
-            initializer = getattr(self, f"{name}_initializer")
-            self._wholes[name] = FullTensor(shape, axis, initializer, shards)
+        # By name, until all parts are made: the initial value is drawn whole and once.
+        drawn: dict[str, Any] = {}
         made = []
+        self._wholes = dict(wholes)
         self._slices = [equal_part(length, shards, i) for i in range(shards)]
         for index, device in enumerate(devices):
             # Made in its stage, too: that precedes patterns that match the layer.
             with placer.staging(device) if placer and device else _on(device):
                 shard = Shard(
-                    [self._weight(name, index) for name in wholes],
+                    [self._weight(name, index, drawn) for name in wholes],
                     compute,
                     None if placer else device,
                     name=f"shard_{index}",
@@ -305,11 +245,28 @@ class Sharded:
         self.supports_jit = shards == 1
         self.__shards__ = made
 
-    def _weight(self, name: str, index: int) -> dict[str, Any]:
-        """Return `add_weight`'s arguments for a shard's part of a matrix or vector."""
+    def _weight(self, name: str, index: int, drawn: dict[str, Any]) -> dict[str, Any]:
+        """Return `add_weight`'s arguments for a shard's part of a matrix or vector.
+
+        The initial value is a part of the whole one, which is drawn in host memory: so
+        the layer begins with the numbers of a plain one with the same seed.
+        """
+        (shape, axis), own = self._wholes[name], self._slices[index]
+
+        def initial(_: Any, dtype: Any = None) -> Any:
+            # A tensor of one graph isn't another's. Keras's initializers draw the same
+            # numbers again.
+            kept = drawn if tf.executing_eagerly() else {}
+            with tf.device("CPU:0"):
+                if name not in kept:
+                    value = getattr(self, f"{name}_initializer")(shape, dtype=dtype)
+                    kept[name] = tf.convert_to_tensor(value)
+                return tf.identity(kept[name][(*[slice(None)] * axis, own)])
+
         return {
             "name": name,
-            **self._wholes[name].part(self._slices[index]),
+            "shape": (*shape[:axis], own.stop - own.start, *shape[axis + 1 :]),
+            "initializer": initial,
             "regularizer": regularizer_of(
                 getattr(self, f"{name}_regularizer"),
                 index,
@@ -332,7 +289,7 @@ class Sharded:
         # Keras reads all attributes of a layer that it saves: host memory has room.
         with _on("CPU:0" if tf.executing_eagerly() else None):
             tensors = [tf.convert_to_tensor(part) for part in parts]
-            return tf.concat(tensors, self._wholes[name].axis)
+            return tf.concat(tensors, self._wholes[name][1])
 
     def save_own_variables(self, store: Any) -> None:
         """Store whole variables, as the plain layer does."""
@@ -369,7 +326,7 @@ class Sharded:
         """
         value = np.asarray(value)
         parts = [getattr(shard, name) for shard in self._parts()]
-        shape, axis = self._wholes[name].shape, self._wholes[name].axis
+        shape, axis = self._wholes[name]
         if value.shape != shape:
             raise ValueError(
                 f"`{name}` of layer {self.name!r} has another shape in the "
