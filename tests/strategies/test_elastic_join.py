@@ -81,9 +81,10 @@ class Pace(keras.callbacks.Callback):
                 time.sleep(0.01)
 
 def drawn():
-    # The order depends on what has drawn from NumPy's generator before.
-    for number in np.random.permutation(8):
-        yield x[32 * number : 32 * number + 32], y[32 * number : 32 * number + 32]
+    # What has drawn from NumPy's generator before decides on the order; so that it's
+    # never the others' by chance, the newcomer has other rows, too.
+    for number in 32 * np.random.permutation(8) + again:
+        yield x[number : number + 32], y[number : number + 32]
 
 def pairs(seed):
     rows = tf.data.Dataset.from_tensor_slices((x, y))
