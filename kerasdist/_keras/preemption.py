@@ -210,12 +210,11 @@ class Resumption:
             epoch = self._elastic.epoch
             root, facts, values = self._read(trainer, every, callbacks)
             hooks.state.share(every, root)
-            rest = values[len(every) :]
-            given: list[Array] = []
-            for name, shape in facts["arrays"][len(every) :]:
-                array = rest[len(given)] if rest else np.empty(shape, np.dtype(name))
-                communicator = hooks.workers.communicator
-                given += communicator.broadcast([array], root)
+            forms = facts["arrays"][len(every) :]
+            rest = values[len(every) :] or [
+                np.empty(shape, np.dtype(name)) for name, shape in forms
+            ]
+            given = hooks.workers.communicator.broadcast(rest, root) if rest else []
             hooks.consensus.any_of(False)
         if hooks.gradients.load is not None:
             hooks.gradients.load(trainer.trainable_variables, self._kept)
@@ -223,22 +222,14 @@ class Resumption:
         for index, name, count in facts["callback_arrays"]:
             setattr(callbacks[index], name, [next(taken) for _ in range(count)])
         step.set_metrics(facts["steps"], list(taken))
-        kept = [
-            (callback, state)
-            for callback, state in zip(callbacks, facts["callbacks"], strict=True)
+        for callback, named in zip(callbacks, facts["callbacks"], strict=True):
             # Those begin their windows of steps, or their file, again.
-            if not hasattr(callback, "_adopt_state")
-            and not isinstance(callback, keras.callbacks.CSVLogger)
-        ]
-        others = [callback for callback, _ in kept]
-        facts["callbacks"] = [state for _, state in kept]
+            is_logger = isinstance(callback, keras.callbacks.CSVLogger)
+            if is_logger or hasattr(callback, "_adopt_state"):
+                named[1] = {}
         finished = facts["place"] is None
-        where = "at its end"
-        if finished:
-            training_state.apply_finished(trainer, hooks, others, facts)
-        else:
-            training_state.apply(trainer, hooks, others, facts, self._place, every)
-            where = f"in epoch {facts['epoch'] + 1}"
+        where = "at its end" if finished else f"in epoch {facts['epoch'] + 1}"
+        training_state.apply(trainer, hooks, callbacks, facts, self._place, every)
         hooks.log_once(
             "resumed",
             f"kerasdist: `fit` continues after step {facts['communicator_step']}, "

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from kerasdist import _tf
@@ -16,7 +15,6 @@ from kerasdist._keras.data.arrays import BatchIterator, RepeatableIterator
 from kerasdist._keras.elastic.finished_calls import refuse_newcomer
 from kerasdist._keras.protocols import ElasticHooks, KerasHooks, WorkerHooks
 from kerasdist._tf.variables import PREDICTING_EPOCH
-from kerasdist.errors import ClusterError
 
 # The state of metrics over all workers, so that a lost worker's part isn't lost.
 #
@@ -73,44 +71,6 @@ class MetricTotals:
         """The number of the last steps that the totals don't include."""
         steps = self.steps - self._first
         return (steps - 1) % self._interval if steps else self._missing
-
-    def share(
-        self,
-        metrics: Sequence[Sequence[Any]],
-        broadcast: Callable[[list[Any]], list[Any]],
-        *,
-        newcomer: bool,
-    ) -> None:
-        """Give the totals to workers that have joined; all workers call it.
-
-        Args:
-            metrics: As for `commit`.
-            broadcast: Returns the chief's arrays.
-            newcomer: Whether this worker has joined just now: its metrics are 0.
-
-        Raises:
-            ClusterError: All workers with totals were lost meanwhile.
-        """
-        self._prepare(metrics)
-        flat = _flat(metrics)
-        totals = [
-            np.zeros(part.shape, part.dtype.as_numpy_dtype) for part in flat.values()
-        ]
-        if self.steps and not newcomer:
-            totals = [self._totals[dtype][0].numpy() for dtype in flat]
-        numbers = [not newcomer, self.steps, self._first, self._missing]
-        numbers, *totals = broadcast([np.array(numbers, np.int64), *totals])
-        if not numbers[0]:
-            raise ClusterError(
-                "All workers that had the state of the training were lost while others "
-                "joined. Start the job again."
-            )
-        if not newcomer:
-            return
-        self.steps, self._first, self._missing = map(int, numbers[1:])
-        self._count.assign(self.steps - self._first)
-        for (dtype, part), total in zip(flat.items(), totals, strict=True):
-            self._set(dtype, total, part)
 
     def commit(self, metrics: Sequence[Sequence[Any]]) -> list[Any]:
         """Sum over the workers, at the end of a step: in its graph, or eagerly.

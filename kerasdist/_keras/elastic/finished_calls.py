@@ -77,7 +77,7 @@ def adopt(
         if not hasattr(callback, "_adopt_state"):
             # A copy: the callback may change lists, and adopts its state again.
             vars(callback).update(copy.deepcopy(state))
-        elif not again:
+        elif state and not again:
             callback._adopt_state(state)
 
 

@@ -309,13 +309,9 @@ class ElasticStep(ContinuableStep):
     def _change_members(self, iterator: Any, number: int) -> None:
         """Let workers join or leave before a step of `fit`, if it's time to."""
         if self._admission.poll(self, iterator, number):
-            self._adapt_to_members()
             # The others may be lost before the newcomers' first commit.
-            self._totals.share(
-                self._metrics(),
-                self._hooks.workers.communicator.broadcast,
-                newcomer=self._elastic.is_newcomer,
-            )
+            steps, sums = self.sum_metrics()
+            self.set_metrics(int(self._hooks.consensus.of_chief(steps)), sums)
             self._elastic.finish_joining()
 
     def prepare(self, iterator: Any) -> None:

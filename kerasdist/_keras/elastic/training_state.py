@@ -380,7 +380,7 @@ def apply(
     hooks: KerasHooks,
     callbacks: Sequence[Any],
     facts: dict[str, Any],
-    place: DataPlace,
+    place: DataPlace | None,
     variables: Sequence[Any],
 ) -> None:
     """Continue from facts to which there's no objection.
@@ -395,11 +395,17 @@ def apply(
         hooks: The hooks of its strategy.
         callbacks: The callbacks of its `fit`, which have begun.
         facts: Those of `collect`.
-        place: It has moved to the place of the facts.
+        place: It has moved to the place of the facts; None: they are from the end of
+            the last epoch, and nothing is trained.
         variables: The variables that belong to the state, and have its values.
     """
     _apply_counts(trainer, callbacks, facts)
-    _apply_numbers(hooks, facts)
+    hooks.data.orders = facts["orders"]
+    hooks.workers.communicator.step = facts["communicator_step"]
+    if place is None:
+        uses_of(hooks).catch_up(facts["uses"])
+        leave_out_epochs(trainer)
+        return
     values = [
         (copy, copy.read_value())
         for variable in variables
@@ -418,28 +424,10 @@ def apply(
     place.resume()
 
 
-def apply_finished(
-    trainer: Any, hooks: KerasHooks, callbacks: Sequence[Any], facts: dict[str, Any]
-) -> None:
-    """Continue from facts of the end of the last epoch, as `apply`; nothing is trained.
-
-    Args: See `apply`.
-    """
-    _apply_counts(trainer, callbacks, facts)
-    _apply_numbers(hooks, facts)
-    uses_of(hooks).catch_up(facts["uses"])
-    leave_out_epochs(trainer)
-
-
 def leave_out_epochs(trainer: Any) -> None:
     """Let `fit` train nothing, as if a backup had been restored at its end."""
     trainer._initial_epoch = current.epochs
     current.joined = True
-
-
-def _apply_numbers(hooks: KerasHooks, facts: dict[str, Any]) -> None:
-    hooks.data.orders = facts["orders"]
-    hooks.workers.communicator.step = facts["communicator_step"]
 
 
 def _apply_counts(
