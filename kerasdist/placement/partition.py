@@ -149,45 +149,15 @@ class ModelCost:
         tensors: The tensors between them.
 
     Raises:
-        ValueError: There's no layer, two have one path, or an index is wrong.
+        ValueError: There's no layer.
     """
 
     layers: tuple[LayerCost, ...]
     tensors: tuple[TensorCost, ...] = ()
 
     def __post_init__(self) -> None:
-        size = len(self.layers)
-        if not size:
+        if not self.layers:
             raise ValueError("The model has no layers. Expected at least one.")
-        paths = [layer.path for layer in self.layers]
-        if len(set(paths)) < size:
-            twice = sorted({path for path in paths if paths.count(path) > 1})
-            raise ValueError(
-                f"Layers must have different paths. Received twice: {twice}; give "
-                "them different names."
-            )
-        for tensor in self.tensors:
-            if not (
-                -1 <= tensor.source < size
-                and all(0 <= index < size for index in tensor.consumers)
-            ):
-                raise ValueError(
-                    f"A tensor must lead from layer to layer. Received: {tensor}; "
-                    f"expected indices below {size}."
-                )
-
-    @classmethod
-    def chain(cls, layers: Sequence[LayerCost]) -> ModelCost:
-        """Return a model in which each layer reads the output of the one before."""
-        return cls(
-            layers=tuple(layers),
-            tensors=tuple(
-                TensorCost(
-                    source=i, consumers=(i + 1,), row_bytes=layer.output_row_bytes
-                )
-                for i, layer in enumerate(layers[:-1])
-            ),
-        )
 
 
 # The cut of a model into stages: the slowest stage as fast as possible.

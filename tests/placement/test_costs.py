@@ -1,6 +1,6 @@
 import pytest
 
-from kerasdist.placement.partition import LayerCost, ModelCost, Run, TensorCost
+from kerasdist.placement.partition import LayerCost, ModelCost, Run
 
 LAYER = LayerCost(
     path="a", saved_row_bytes=10.0, saved_bytes=7, transient_row_bytes=4, row_flops=5.0
@@ -40,11 +40,3 @@ def test_wrong_numbers(given, said):
 def test_wrong_models():
     with pytest.raises(ValueError, match=r"^The model has no layers\."):
         ModelCost(layers=())
-    with pytest.raises(ValueError, match=r"Received twice: \['a'\]"):
-        ModelCost(layers=(LAYER, LAYER))
-    for tensor in (
-        TensorCost(source=1, consumers=(0,), row_bytes=1.0),
-        TensorCost(source=0, consumers=(1,), row_bytes=1.0),
-    ):
-        with pytest.raises(ValueError, match=r"^A tensor must lead from layer"):
-            ModelCost(layers=(LAYER,), tensors=(tensor,))

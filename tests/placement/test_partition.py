@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chains import chain
 from kerasdist.placement import partition
 from kerasdist.placement.partition import LayerCost, ModelCost, Run, StageCosts
 
@@ -35,7 +36,7 @@ def models(draw: st.DrawFn) -> ModelCost:
         for i, each in enumerate(drawn)
     )
     if draw(st.booleans()):
-        return ModelCost.chain(layers)
+        return chain(layers)
     last = len(layers) - 1
     consumers = st.lists(st.integers(0, last), min_size=1, max_size=3).map(tuple)
     row_bytes = st.integers(1, 20).map(lambda number: UNIT * number)

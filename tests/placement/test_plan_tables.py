@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from chains import chain
 from kerasdist.errors import PlanError
 from kerasdist.placement.partition import LayerCost, ModelCost, Run, StageCosts
 from kerasdist.placement.plan import Device, human_bytes, make_plan, parse_bytes
@@ -11,10 +12,10 @@ from kerasdist.placement.plan import Device, human_bytes, make_plan, parse_bytes
 MB = 10**6
 
 
-def chain(count: int = 8, **values: float) -> ModelCost:
+def equal_layers(count: int = 8, **values: float) -> ModelCost:
     """A chain of equal layers: 10 MB of weights each, by default."""
     given = {"parameter_bytes": 10 * MB, "row_flops": 1000.0, **values}
-    return ModelCost.chain(
+    return chain(
         [LayerCost(path=f"dense_{i}", kind="Dense", **given) for i in range(count)]
     )
 
@@ -27,7 +28,9 @@ def devices(*limits: int | None) -> list[Device]:
 
 
 def test_the_tables():
-    model = chain(slot_bytes=20 * MB, gradient_bytes=10 * MB, saved_row_bytes=1000.0)
+    model = equal_layers(
+        slot_bytes=20 * MB, gradient_bytes=10 * MB, saved_row_bytes=1000.0
+    )
     run = Run(batch_size=1000, micro_batches=4)
     plan = make_plan(model, run, devices(200 * MB, None))
     assert list(plan.placement.values()) == ["GPU:0"] * 4 + ["GPU:1"] * 4
@@ -39,7 +42,7 @@ def test_the_tables():
     )
     # Of each layer 1 MB is held for all parts, or 0.25 MB for one.
     run = dataclasses.replace(run, rematerialize=True)
-    again = make_plan(chain(4, saved_row_bytes=1000.0), run, devices(100 * MB))
+    again = make_plan(equal_layers(4, saved_row_bytes=1000.0), run, devices(100 * MB))
     assert str(again).endswith("\nComputing activations again saves 3 MB on GPU:0.")
     (total,) = [line for line in lines if line.startswith("all layers")]
     assert re.split(r"  +", total)[1:] == ["80 MB", "240 MB", "8 MB", "24 M"]
@@ -52,7 +55,7 @@ def test_the_tables():
 
 
 def test_a_smaller_batch_more_micro_batches_and_rematerialization():
-    model = chain(
+    model = equal_layers(
         parameter_bytes=MB, saved_row_bytes=0.1 * MB, transient_row_bytes=0.2 * MB
     )
     run, limits = Run(batch_size=100), [100 * MB]
@@ -80,7 +83,7 @@ def whole(*megabytes: float, **values: float) -> ModelCost:
         LayerCost(path=f"layer_{i}", parameter_bytes=n * MB, row_flops=1.0, **values)
         for i, n in enumerate(megabytes)
     ]
-    return ModelCost.chain(layers)
+    return chain(layers)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +109,7 @@ def whole(*megabytes: float, **values: float) -> ModelCost:
             *(4096, (2,)),
             ("32 devices, rematerialize=True and batch_size=1 (at most)",),
         ),
-        (chain(), 4, (25, 25), ("2 more devices with 25 MB (4 in all)",)),
+        (equal_layers(), 4, (25, 25), ("2 more devices with 25 MB (4 in all)",)),
         (whole(1, saved_row_bytes=MB), 1, (1,), ()),
     ],
     ids=["another order", "a layer is too large", "two changes", "devices", "nothing"],
@@ -123,9 +126,9 @@ def test_what_would_help(model, rows, limits, advice):
 
 def test_an_error_can_be_sent_to_another_process():
     with pytest.raises(ValueError, match=r"^A plan needs a device\."):
-        make_plan(chain(), Run(batch_size=1), [])
+        make_plan(equal_layers(), Run(batch_size=1), [])
     with pytest.raises(PlanError) as caught:
-        make_plan(chain(), Run(batch_size=4), devices(25 * MB))
+        make_plan(equal_layers(), Run(batch_size=4), devices(25 * MB))
     copied = pickle.loads(pickle.dumps(caught.value))
     assert str(copied) == str(caught.value)
     assert copied.advice == caught.value.advice
