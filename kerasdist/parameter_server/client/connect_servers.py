@@ -128,7 +128,7 @@ class NetworkConnection(ServerConnection):
 
         control, roster = self._retry(enrol, deadline, connected)
         shared = self._transport == "auto" and roster.host == host_key()
-        hello = dataclasses.replace(hello, line="data", shared=shared)
+        hello = dataclasses.replace(hello, line="data")
         data = hello_of(self._session, PURPOSE, rank, hello)
         name = roster.unix_name if shared else None
         try:
@@ -143,7 +143,7 @@ class NetworkConnection(ServerConnection):
             raise
         if self._channel is not None:
             self._channel.close()
-        self._channel = Channel(channel, shared=shared, traffic=self._job.traffic)
+        self._channel = Channel(channel, traffic=self._job.traffic)
         self._reason = ""
         self._heartbeat.add(self.index, control)
         return roster
@@ -272,8 +272,8 @@ class InProcessConnection(ServerConnection):
         for each in pair:
             close_in_children(each)
         mine, theirs = connection_pair(*pair)
-        self._channel = Channel(mine, shared=True, traffic=job.traffic)
-        self._theirs = Channel(theirs, shared=True)
+        self._channel = Channel(mine, traffic=job.traffic)
+        self._theirs = Channel(theirs)
         handler.membership.enter(worker, None)
         if handler.snapshotter is not None:
             handler.snapshotter.start()

@@ -407,7 +407,7 @@ class ParameterServer(ServerTask):
             if worker is None or self._closed:
                 connection.close()
                 return
-            channel = Channel(connection, shared=hello.shared, traffic=self._traffic)
+            channel = Channel(connection, traffic=self._traffic)
             thread = daemon(
                 f"kerasdist-server {self.index} rank {rank}",
                 self._answer,
