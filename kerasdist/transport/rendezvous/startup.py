@@ -226,17 +226,12 @@ class Session:
         """All workers with their names in messages, by rank."""
         return tuple(member.peer for member in self.members)
 
-    def local_ranks(self) -> list[int]:
-        """Return the ranks on this worker's host, this one among them, in order."""
-        mine = self.members[self.rank].host
-        return [member.rank for member in self.members if member.host == mine]
-
-    def leaders(self) -> list[int]:
-        """Return the lowest rank of each host, in order."""
-        first: dict[str, int] = {}
+    def hosts(self) -> list[list[int]]:
+        """Return each host's ranks, in order; the hosts in the order of their first."""
+        ranks: dict[str, list[int]] = {}
         for member in self.members:
-            first.setdefault(member.host, member.rank)
-        return sorted(first.values())
+            ranks.setdefault(member.host, []).append(member.rank)
+        return [*ranks.values()]
 
     def dial(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
         """Connect to `rank` for `purpose`, for bulk data; it must `answer`.
