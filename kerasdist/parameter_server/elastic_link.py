@@ -485,7 +485,6 @@ class ServerLink:
                 transport=self._transport,
                 on_failure=failed,
                 session=layout.session,
-                once=True,
                 stop=stop,
                 traffic=self.traffic,
             )
