@@ -445,7 +445,6 @@ class ServerLink:
     def connect(
         self,
         cluster: Cluster,
-        epoch: int,
         *,
         name: str,
         timeouts: Timeouts,
@@ -456,6 +455,7 @@ class ServerLink:
         """See `Link.connect`; the session's name is the first member's choice."""
         deadline = Deadline(timeouts.startup)
         self.job = job_number(name)
+        epoch = int(name.rpartition(".")[2])
         search = Search(self, epoch, self._is_first, deadline, stop)
         try:
             if cluster.rank == 0:
