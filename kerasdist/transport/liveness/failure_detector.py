@@ -346,22 +346,15 @@ class FailureDetector(Supervisor):
     def _decide(self, now: float) -> float:
         """Decide on suspicions that are due, on the chief; return when the next is."""
         with self._changed:
-            if not self._suspicions:
-                return math.inf
-            due = [
-                lost
-                for at, lost in self._suspicions
-                if at <= now or lost.rank in self._departed
-            ]
-            departed = dict(self._departed)
-        if due:
-            lost = due[0]
-            why = departed.get(lost.rank, lost.reason)
-            self._fail(errors.WorkerLost(lost.rank, lost.host, lost.step, why))
-            with self._changed:
-                self._suspicions.clear()
-        with self._changed:
-            return min((at for at, _ in self._suspicions), default=math.inf)
+            for at, lost in self._suspicions:
+                if at <= now or lost.rank in self._departed:
+                    why = self._departed.get(lost.rank, lost.reason)
+                    self._suspicions.clear()
+                    break
+            else:
+                return min((at for at, _ in self._suspicions), default=math.inf)
+        self._fail(errors.WorkerLost(lost.rank, lost.host, lost.step, why))
+        return math.inf
 
     def _await_decision(self) -> None:
         """Wait for the job's first failure, or until no rank is left to decide it.
