@@ -16,6 +16,7 @@ import collections
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -24,14 +25,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 from common import Report, arguments, human_bytes, median, table
 from kerasdist.collectives.elastic.consensus import PaxosParticipant
 from kerasdist.collectives.elastic.epochs import (
-    Apply,
-    Dead,
-    Event,
-    Finished,
     Install,
     Member,
     Message,
-    Received,
     Send,
     decode,
     encode,
@@ -65,12 +61,13 @@ class Job:
         self._last, self._took = b"", 0.0
         self._message: Message | None = None
 
-    def handle(self, member: Member, event: Event) -> None:
-        """Pass an event to a machine, and send what it answers."""
+    def handle(self, member: Member, step: Callable[..., None], *args: object) -> None:
+        """Let a machine do a step, and send what it answers."""
         cost = self.costs[member]
         start = time.process_time()
         last: Message | None = None
-        for output in self.machines[member].handle(event):
+        machine = self.machines[member]
+        for output in machine.handle(step, machine, *args):
             if isinstance(output, Send):
                 # As a caller does: one message to many is encoded once.
                 if output.message is not last:
@@ -95,24 +92,24 @@ class Job:
                 self._last, self._took = data, time.process_time() - start
             # Each receiver would take this time: one of them is measured.
             self.costs[to].seconds += self._took
-            self.handle(to, Received(sender, self._message))
+            self.handle(to, PaxosParticipant.receive, sender, self._message)
 
     def lose(self, lost: Member) -> None:
         """One is killed, and the others learn it."""
         del self.machines[lost]
         for member in self.machines:
-            self.handle(member, Dead(lost))
+            self.handle(member, PaxosParticipant.bury, lost)
         self.deliver()
 
     def join(self, new: Member) -> None:
         """One joins, and the others train."""
         others = tuple(self.machines)
         self.machines[new], self.costs[new] = PaxosParticipant(new), Cost()
-        self.handle(new, Apply(others))
+        self.handle(new, PaxosParticipant.apply, others)
         self.deliver()
         for step in (1, 2):
             for member in others:
-                self.handle(member, Finished(0, step))
+                self.handle(member, PaxosParticipant.finish, 0, step)
             self.deliver()
 
 

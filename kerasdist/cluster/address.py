@@ -20,10 +20,10 @@ def is_this_host(host: str) -> bool:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return False
-    return any(_is_own(family, address) for family, _, _, _, address in found)
+    return any(is_own_address(family, address) for family, _, _, _, address in found)
 
 
-def _is_own(family: int, address: tuple[object, ...]) -> bool:
+def is_own_address(family: int, address: tuple[object, ...]) -> bool:
     """Return whether the kernel would send from `address` to `address`."""
     try:
         if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:

@@ -37,7 +37,7 @@ from kerasdist.transport.base import Collective, Peer
 from kerasdist.transport.deadline import Deadline
 from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
-from kerasdist.transport.tracing import FanOutRecorder, Recorder, now
+from kerasdist.transport.tracing import Recorder, now
 
 # The signature of an all-reduce, the same on all ranks: its dtypes and shapes.
 #
@@ -142,7 +142,6 @@ class CheckedCommunicator(Communicator):
         self._closed = False
         self._shapes: Shapes = ()
         self._failure: errors.CollectiveError | None = None
-        self._recorders: list[Recorder] = []
         self._recorder: Recorder | None = None
 
     # The collectives.
@@ -320,23 +319,6 @@ class CheckedCommunicator(Communicator):
             finally:
                 self._lock.release()
 
-    def add_recorder(self, recorder: Recorder) -> None:
-        """See `Communicator.add_recorder`."""
-        self._recorders.append(recorder)
-        self._update_recorder()
-
-    def remove_recorder(self, recorder: Recorder) -> None:
-        """See `Communicator.remove_recorder`."""
-        self._recorders = [each for each in self._recorders if each is not recorder]
-        self._update_recorder()
-
-    def _update_recorder(self) -> None:
-        several = self._recorders
-        if len(several) > 1:
-            self._record(FanOutRecorder(several))
-        else:
-            self._record(several[0] if several else None)
-
     @property
     def failure(self) -> errors.CollectiveError | None:
         """See `Communicator.failure`."""
@@ -355,7 +337,6 @@ class CheckedCommunicator(Communicator):
     # which call it on these. All arrays are flat and C-contiguous.
 
     def _record(self, recorder: Recorder | None) -> None:
-        """Begin or end recording; subclasses pass it on to their parts."""
         self._recorder = recorder
 
     @abc.abstractmethod

@@ -27,7 +27,7 @@ from kerasdist.transport.base import (
 )
 from kerasdist.transport.framing import Call
 from kerasdist.transport.liveness.failure_protocol import Supervisor
-from kerasdist.transport.tracing import Recorder
+from kerasdist.transport.tracing import FanOutRecorder, Recorder
 
 # The translation of a transport's errors into the failure that all ranks raise.
 
@@ -163,6 +163,7 @@ class Communicator(abc.ABC):
     shares_memory: bool = False
     piece_bytes: int = 0
     within_host: Communicator | None = None
+    _recorders: tuple[Recorder, ...] = ()
 
     rank: int
     size: int
@@ -295,17 +296,32 @@ class Communicator(abc.ABC):
         A collective in another thread ends with `TransportClosed`.
         """
 
-    @abc.abstractmethod
     def add_recorder(self, recorder: Recorder) -> None:
         """Record spans of collectives, from the next one on.
 
         Args:
             recorder: See `kerasdist.transport.tracing`. There may be several.
         """
+        self._recorders += (recorder,)
+        self._update_recorder()
 
-    @abc.abstractmethod
     def remove_recorder(self, recorder: Recorder) -> None:
         """End what `add_recorder` began; no effect if that wasn't called."""
+        self._recorders = tuple(
+            each for each in self._recorders if each is not recorder
+        )
+        self._update_recorder()
+
+    def _update_recorder(self) -> None:
+        several = self._recorders
+        if len(several) > 1:
+            self._record(FanOutRecorder(several))
+        else:
+            self._record(several[0] if several else None)
+
+    @abc.abstractmethod
+    def _record(self, recorder: Recorder | None) -> None:
+        """Begin or end recording; subclasses pass it on to their parts."""
 
     @property
     @abc.abstractmethod

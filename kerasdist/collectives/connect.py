@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kerasdist import errors
@@ -267,27 +268,25 @@ def connect(
 
 
 def _choose(transport: str, session: Session) -> str:
-    local, leaders = session.local_ranks(), session.leaders()
+    hosts = session.hosts()
     if transport == "auto":
-        if len(leaders) == 1:
+        if len(hosts) == 1:
             return "shared_memory"
-        return "tcp" if len(leaders) == session.size else "hierarchical"
-    if transport == "shared_memory" and len(leaders) > 1:
+        return "tcp" if len(hosts) == session.size else "hierarchical"
+    if transport == "shared_memory" and len(hosts) > 1:
+        local = next(host for host in hosts if session.rank in host)
         raise errors.ClusterError(
             "Shared memory connects only the workers of one host. "
             f"Received: transport='shared_memory', {session.size} workers on "
-            f"{len(leaders)} hosts (this host has ranks {local}). Use transport='auto'."
+            f"{len(hosts)} hosts (this host has ranks {local}). Use transport='auto'."
         )
     return transport
 
 
 def _hierarchical(session: Session, supervisor: FailureDetector) -> CheckedCommunicator:
     timeout = session.timeouts.collective
-    hosts = [
-        [m.rank for m in session.members if m.host == session.members[leader].host]
-        for leader in session.leaders()
-    ]
-    mine = session.local_ranks()
+    hosts = session.hosts()
+    mine = next(host for host in hosts if session.rank in host)
     made: list[CheckedCommunicator] = []
     try:
         if len(mine) > 1:
@@ -297,7 +296,7 @@ def _hierarchical(session: Session, supervisor: FailureDetector) -> CheckedCommu
         else:
             made.append(SingleCommunicator())
         if session.rank == mine[0] and len(hosts) > 1:
-            circle = _circle(session, session.leaders())
+            circle = _circle(session, [host[0] for host in hosts])
             made.append(RingCommunicator(circle, supervisor, timeout))
     except BaseException:
         for part in made:
@@ -316,34 +315,37 @@ def _hierarchical(session: Session, supervisor: FailureDetector) -> CheckedCommu
 
 def mesh(session: Session, ranks: list[int]) -> SocketTransport:
     """Connect every one of `ranks` with every other; the higher rank dials."""
-    deadline = Deadline(session.timeouts.startup)
     mine = ranks.index(session.rank)
-    sockets: dict[int, socket.socket] = {}
-    try:
-        for place, rank in enumerate(ranks):
-            if place < mine:
-                sockets[place] = session.dial("mesh", rank, deadline)
-        for place, rank in enumerate(ranks):
-            if place > mine:
-                sockets[place] = session.answer("mesh", rank, deadline)
-    except BaseException:
-        for sock in sockets.values():
-            sock.close()
-        raise
-    peers = [session.peers[rank] for rank in ranks]
+    lower, higher = range(mine), range(mine + 1, len(ranks))
+    dialed, answered = _links(session, "mesh", ranks, lower, higher)
+    sockets, peers = dialed | answered, [session.peers[rank] for rank in ranks]
     return SocketTransport(mine, peers, sockets, sockets)
 
 
 def _circle(session: Session, ranks: list[int]) -> SocketTransport:
     """Connect each of `ranks` with the next one; each dials its right neighbour."""
-    deadline = Deadline(session.timeouts.startup)
     mine = ranks.index(session.rank)
     right, left = (mine + 1) % len(ranks), (mine - 1) % len(ranks)
-    to_right = session.dial("circle", ranks[right], deadline)
-    try:
-        from_left = session.answer("circle", ranks[left], deadline)
-    except BaseException:
-        to_right.close()
-        raise
-    peers = [session.peers[rank] for rank in ranks]
-    return SocketTransport(mine, peers, {right: to_right}, {left: from_left})
+    links = _links(session, "circle", ranks, [right], [left])
+    return SocketTransport(mine, [session.peers[rank] for rank in ranks], *links)
+
+
+def _links(
+    session: Session,
+    purpose: str,
+    ranks: list[int],
+    dialed: Iterable[int],
+    answered: Iterable[int],
+) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+    """Return sockets to some places in `ranks`: those that dial, then the others."""
+    deadline = Deadline(session.timeouts.startup)
+    with contextlib.ExitStack() as undo:
+        found = [
+            {
+                place: undo.enter_context(link(purpose, ranks[place], deadline))
+                for place in places
+            }
+            for link, places in ((session.dial, dialed), (session.answer, answered))
+        ]
+        undo.pop_all()
+    return found[0], found[1]

@@ -47,7 +47,7 @@ def in_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
 # Smaller arrays are made of memory that the process already has.
 _SMALLEST_BYTES = 64 << 10
 # Memory that isn't used for this many requests is freed.
-MOST_REQUESTS = 64
+_MOST_REQUESTS = 64
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
@@ -79,12 +79,29 @@ class Memory:
 _UNUSED = Memory(np.empty(0, np.uint8), 0)._references()
 
 
-class BufferPool:
-    """Makes arrays; keeps the memory of those that were dropped."""
+class MemoryPool:
+    """Keeps the memory of arrays that were dropped.
+
+    Attributes:
+        memories: Those that it has, in use or not.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[Memory] = []
+        self.memories: list[Memory] = []
         self._requests = 0
+
+    def _free(self) -> None:
+        """Drop what wasn't used lately; an array in use keeps its memory alive."""
+        oldest = self._requests - _MOST_REQUESTS
+        self.memories = [m for m in self.memories if m.used > oldest]
+
+    def clear(self) -> None:
+        """Drop all memories; arrays in use stay valid."""
+        self.memories = []
+
+
+class BufferPool(MemoryPool):
+    """Makes arrays; keeps the memory of those that were dropped."""
 
     def empty(self, elements: int, dtype: np.dtype[Any]) -> Array:
         """Return a flat, uninitialized array that nothing else refers to."""
@@ -92,25 +109,15 @@ class BufferPool:
         if size < _SMALLEST_BYTES:
             return np.empty(elements, dtype)
         self._requests += 1
-        oldest = self._requests - MOST_REQUESTS
-        found = None
-        kept = []
-        for entry in self._entries:
-            fits = entry.buffer.size == size
-            if found is None and fits and not entry.in_use:
-                found = entry
-                entry.used = self._requests
-            if entry.used > oldest:
-                kept.append(entry)
-        self._entries = kept
-        if found is None:
-            found = Memory(_allocate(size), self._requests)
-            self._entries.append(found)
-        return found.buffer.view(dtype)
-
-    def clear(self) -> None:
-        """Drop all memory; arrays in use stay valid."""
-        self._entries = []
+        for memory in self.memories:
+            if memory.buffer.size == size and not memory.in_use:
+                break
+        else:
+            memory = Memory(_allocate(size), 0)
+            self.memories.append(memory)
+        memory.used = self._requests
+        self._free()
+        return memory.buffer.view(dtype)
 
 
 def _allocate(size: int) -> npt.NDArray[np.uint8]:

@@ -51,10 +51,10 @@ import numpy.typing as npt
 
 from kerasdist.collectives.checked import CheckedCommunicator
 from kerasdist.collectives.fused_buffer import (
-    MOST_REQUESTS,
     BufferPool,
     FusedBuffer,
     Memory,
+    MemoryPool,
     combine_arrays,
 )
 from kerasdist.collectives.row_exchange import (
@@ -94,28 +94,23 @@ from kerasdist.transport.tracing import Recorder, SpanTimer
 MOST_MEMORIES = 64
 
 
-class SharedResultPool:
+class SharedResultPool(MemoryPool):
     """The memories of lent results. All ranks call the same in the same order.
 
     Args:
         transport: Unix sockets that connect every rank with every other.
-
-    Attributes:
-        memories: Those that this rank has mapped, in use or not.
     """
 
     def __init__(self, transport: SocketTransport) -> None:
+        super().__init__()
         self._transport = transport
-        self.memories: list[Memory] = []
-        self._requests = 0
         self._refused = False
 
     def note(self) -> int:
         """Return the unused memories on this rank, a bit for each."""
         self._requests += 1
-        oldest = self._requests - MOST_REQUESTS
-        # By a number that all ranks share; an array in use keeps its memory alive.
-        self.memories = [m for m in self.memories if m.used > oldest]
+        # By a number that all ranks share.
+        self._free()
         return sum(
             1 << index
             for index, memory in enumerate(self.memories)
@@ -170,10 +165,6 @@ class SharedResultPool:
         finally:
             for fd in descriptors.values():
                 os.close(fd)
-
-    def clear(self) -> None:
-        """Drop all memories; arrays in use stay valid."""
-        self.memories = []
 
 
 # Buffers up to this size are reduced by each rank, with one barrier: to meet again

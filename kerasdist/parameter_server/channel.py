@@ -3,13 +3,12 @@
 A message is a frame (`kerasdist.transport.framing`) whose payload is
 
     4 bytes     M, the length of the JSON object
-    8 bytes     B, the length of the body
     M bytes     the JSON object; under "arrays" the dtype and shape of each array
-    B bytes     the arrays one after the other, each at a multiple of 64
+    the body    the arrays one after the other, each at a multiple of 64
 
 On one host the body is in memory that both share, and only the rest is sent through the
-socket. Requests and replies alternate: a received message can be read until the next
-one is sent, and no longer, since its memory is reused.
+socket, a Unix socket. Requests and replies alternate: a received message can be read
+until the next one is sent, and no longer, since its memory is reused.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ def checksum_of(arrays: Sequence[Array]) -> int:
 # Between the JSON object and the body is a tag (`kerasdist.transport.handshake`): it
 # authenticates all but the body.
 
-_PREFIX = struct.Struct("!IQ")
+_PREFIX = struct.Struct("!I")
 # Of what follows a header, read by the first call of the socket.
 _TOGETHER_BYTES = 4096
 # A smaller body is sent through the socket.
@@ -196,9 +195,9 @@ class Channel:
     """One side of a connection between a worker and a server.
 
     Args:
-        connection: The connection; owned from now on.
-        shared: Whether bodies are passed in shared memory: only for Unix sockets. A
-            message in either form is accepted in any case.
+        connection: The connection; owned from now on. Bodies are passed in shared
+            memory if it is of Unix sockets. A message in either form is accepted in
+            any case.
         traffic: Counts the messages; by default those of this channel alone.
 
     Attributes:
@@ -209,20 +208,15 @@ class Channel:
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        *,
-        shared: bool = False,
-        traffic: Traffic | None = None,
+        self, connection: Connection, *, traffic: Traffic | None = None
     ) -> None:
         self.traffic = traffic or Traffic()
         self.answered = 0
         sock = connection.sock
         self._auth = connection.auth
-        self.kind = "shared_memory" if shared else "tcp"
         self._sock = sock
-        self._unix = sock.family == socket.AF_UNIX
-        self._shared = shared and self._unix
+        self._shared = self._unix = sock.family == socket.AF_UNIX
+        self.kind = "shared_memory" if self._unix else "tcp"
         self._aborted = False
         self._room: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for receiving
         self._arena: npt.NDArray[np.uint8] = np.empty(0, np.uint8)  # for sending
@@ -261,10 +255,8 @@ class Channel:
         shared = self._shared and size >= _LEAST_SHARED_BYTES
         if shared:
             shared = self._share(arrays, specs, size)
-        if shared:
-            meta["shared"] = True
         text = json.dumps(meta).encode()
-        prefix = _PREFIX.pack(len(text), size)
+        prefix = _PREFIX.pack(len(text))
         parts: list[memoryview | bytes] = []
         length = len(prefix) + len(text) + TAG_BYTES
         if not shared:
@@ -333,12 +325,11 @@ class Channel:
         # A small message at once: a call of the socket costs more than its bytes.
         rest = bytearray(min(length, _TOGETHER_BYTES))
         self._fill(memoryview(rest), deadline)
-        text_bytes, size = _PREFIX.unpack_from(rest)
-        if text_bytes > min(MAX_CONTROL, length - least) or size > bound:
+        (text_bytes,) = _PREFIX.unpack_from(rest)
+        if text_bytes > min(MAX_CONTROL, length - least):
             raise ProtocolError(
                 f"A {frame.name} frame is too long. Received: {text_bytes} bytes of "
-                f"text and {size} of numbers, expected at most {MAX_CONTROL} and "
-                f"{bound}."
+                f"text, expected at most {MAX_CONTROL}."
             )
         end = _PREFIX.size + text_bytes
         if len(rest) < end + TAG_BYTES:
@@ -348,28 +339,21 @@ class Channel:
         self._auth.check(rest[end : end + TAG_BYTES], head, rest[:end])
         meta = to_json(bytes(rest[_PREFIX.size : end]))
         specs = read_specs(meta.pop("arrays", []))
-        begun = rest[end + TAG_BYTES :]
-        inline = length - end - TAG_BYTES
-        body = self._body(meta, specs, size, begun, inline, deadline)
+        inline, size = length - end - TAG_BYTES, spans(specs)[1]
+        if inline not in (0, size) or size > bound:
+            raise ProtocolError(
+                f"A {frame.name} frame is too long, or not as long as its arrays. "
+                f"Received: {inline} bytes here for {size} bytes of {specs[:10]}, "
+                f"expected at most {bound}."
+            )
+        body = self._body(size, rest[end + TAG_BYTES :], inline, deadline)
         self.traffic.count(received=HEADER_BYTES + least + text_bytes + size)
         return Message(frame, call, meta, body_views(body, specs))
 
     def _body(
-        self,
-        meta: dict[str, Any],
-        specs: Sequence[Spec],
-        size: int,
-        begun: bytearray,
-        inline: int,
-        deadline: Deadline,
+        self, size: int, begun: bytearray, inline: int, deadline: Deadline
     ) -> npt.NDArray[np.uint8]:
-        shared = meta.pop("shared", False) is True
-        if spans(specs)[1] != size or inline != (0 if shared else size):
-            raise ProtocolError(
-                "A message's length isn't that of its arrays. "
-                f"Received: {size} bytes, {inline} of them here, for {specs[:10]}."
-            )
-        if shared:
+        if size > inline:
             if self._theirs is None or self._theirs.size < size:
                 raise ProtocolError("A message refers to memory that isn't shared.")
             return self._theirs[:size]

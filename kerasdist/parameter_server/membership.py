@@ -113,7 +113,6 @@ class ServerHello:
             `parameter_server.server.collectives`.
         joining: `ServerRoster.joining` of another server, or None.
         resume: The worker's progress, for a server that was started again.
-        shared: Whether the replies to requests may be in shared memory.
     """
 
     line: Literal["control", "data"] = "control"
@@ -125,7 +124,6 @@ class ServerHello:
     join_barrier: bool = False
     joining: bool | None = None
     resume: WorkerProgress | None = None
-    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

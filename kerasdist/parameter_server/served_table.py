@@ -210,11 +210,6 @@ class Clocks:
     """
 
     def __init__(self, ranks: Iterable[int], max_staleness: int | None) -> None:
-        if max_staleness is not None and max_staleness < 0:
-            raise ValueError(
-                "A staleness is a number of steps. "
-                f"Received: max_staleness={max_staleness}; expected >= 0 or None."
-            )
         self.max_staleness = max_staleness
         self._clocks = dict.fromkeys(ranks, 0)
         self._parked: set[int] = set()

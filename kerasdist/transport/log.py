@@ -330,16 +330,15 @@ class LimitedLog:
         """Write a warning, or count it."""
         with self._lock:
             now = time.monotonic()
-            omitted = 0
-            if now - self._began >= self._seconds:
-                omitted, self._omitted = self._omitted, 0
+            ended = now - self._began >= self._seconds
+            if ended:
                 self._began, self._written = now, 0
             self._written += 1
             written = self._written
             if written > self._most:
                 self._omitted += 1
-        if omitted:
-            self._report(omitted)
+        if ended:
+            self.flush()
         if written < self._most:
             log_in_background(logging.WARNING, text, *args)
         elif written == self._most:
@@ -351,12 +350,9 @@ class LimitedLog:
         with self._lock:
             omitted, self._omitted = self._omitted, 0
         if omitted:
-            self._report(omitted)
-
-    def _report(self, omitted: int) -> None:
-        log_in_background(
-            logging.WARNING, "kerasdist: %d more such lines were omitted", omitted
-        )
+            log_in_background(
+                logging.WARNING, "kerasdist: %d more such lines were omitted", omitted
+            )
 
 
 MOST_LINES = 1000

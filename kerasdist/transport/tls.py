@@ -168,7 +168,7 @@ class Credentials:
             context.load_verify_locations(self.ca)
             context.load_cert_chain(self.certificate, self.key, password=_no_password)
         except (OSError, _Encrypted) as error:
-            raise ClusterError(self._message([self._explain(error)])) from error
+            raise ClusterError(self._message(self._explain(error))) from error
         return context
 
     def check(self) -> None:
@@ -177,32 +177,28 @@ class Credentials:
         Raises:
             ClusterError: It can't; the message has all the reasons.
         """
-        faults = [
-            f"the {name} {path!r} can't be read ({error.strerror})"
-            for name, path in self._files().items()
-            if (error := _reading_error(path)) is not None
-        ]
-        if not faults:
-            fault = _verify(self.context(server=True), self.context(server=False))
-            if fault is not None:
-                faults.append(f"the certificate {self.certificate!r} {fault}")
-        if faults:
-            raise ClusterError(self._message(faults))
+        fault = _verify(self.context(server=True), self.context(server=False))
+        if fault is not None:
+            fault = f"the certificate {self.certificate!r} {fault}"
+            raise ClusterError(self._message(fault))
 
     def _files(self) -> dict[str, str]:
         return {"certificate": self.certificate, "key": self.key, "CA": self.ca}
 
     def _explain(self, error: OSError | _Encrypted) -> str:
-        """Find out which file can't be loaded."""
+        """Find out which files can't be loaded."""
         if isinstance(error, _Encrypted):
             return (
                 f"the key {self.key!r} is encrypted with a password, which a job can't "
                 "ask for (`openssl pkey -in KEY -out PLAIN` decrypts it)"
             )
-        for name, path in self._files().items():
-            failed = _reading_error(path)
-            if failed is not None:
-                return f"the {name} {path!r} can't be read ({failed.strerror})"
+        unreadable = [
+            f"the {name} {path!r} can't be read ({failed.strerror})"
+            for name, path in self._files().items()
+            if (failed := _reading_error(path)) is not None
+        ]
+        if unreadable:
+            return "; ".join(unreadable)
         for name, path in (("certificate", self.certificate), ("CA", self.ca)):
             try:
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
@@ -215,12 +211,9 @@ class Credentials:
             )
         return f"the key {self.key!r} isn't a private key in PEM format"
 
-    def _message(self, faults: list[str]) -> str:
+    def _message(self, fault: str) -> str:
         shown = ",".join(self._files().values())
-        return (
-            f"{VARIABLE} can't be used: {'; '.join(faults)}. "
-            f"Received: {shown!r}. {_EXPECTED}"
-        )
+        return f"{VARIABLE} can't be used: {fault}. Received: {shown!r}. {_EXPECTED}"
 
 
 def tls_fault(environ: Mapping[str, str]) -> str | None:

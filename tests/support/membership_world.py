@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kerasdist.collectives.elastic import epochs
@@ -43,10 +43,10 @@ from kerasdist.collectives.elastic.epochs import (
 Operation = tuple[Any, ...]  # a name, and numbers of processes
 
 ROUNDS = 8  # of time-outs, until progress without failures
-_EVENTS = {
-    "timeout": epochs.Timeout(),
-    "giveup": epochs.GiveUp(),
-    "leave": epochs.Leave(),
+_STEPS = {
+    "timeout": PaxosParticipant.retry,
+    "giveup": PaxosParticipant.give_up,
+    "leave": PaxosParticipant.leave,
 }
 # Why a process has stopped that starts again.
 REJOINING = (epochs.StopReason.EXCLUDED, epochs.StopReason.NO_ELDER)
@@ -104,8 +104,8 @@ class World:
 
     def do(self, operation: Operation) -> bool:
         name, *args = operation
-        if name in _EVENTS:
-            return self._simple(*args, _EVENTS[name])
+        if name in _STEPS:
+            return self._simple(*args, _STEPS[name])
         return bool(getattr(self, f"_{name}")(*args))
 
     def _living(self, n: int) -> Process | None:
@@ -130,7 +130,7 @@ class World:
         sender, to, message = item
         process = self.processes[to.id]
         if process.alive and process.me == to:
-            self.call(process, epochs.Received(sender, message))
+            self.call(process, PaxosParticipant.receive, sender, message)
 
     def _again(self, a: int, b: int) -> bool:
         if (a, b) in self.last:
@@ -188,16 +188,18 @@ class World:
         # Also what it was before it started again.
         for incarnation in range(other.me.incarnation + 1):
             if (member := Member(b, incarnation)) in self.gone:
-                self.call(process, epochs.Dead(member))
+                self.call(process, PaxosParticipant.bury, member)
         return True
 
     def _silent(self, a: int, b: int) -> bool:
         other = self.processes.get(b)
-        return a != b and bool(other) and self._simple(a, epochs.Silent(other.me))
+        return (
+            a != b and bool(other) and self._simple(a, PaxosParticipant.miss, other.me)
+        )
 
-    def _simple(self, a: int, event: epochs.Event) -> bool:
+    def _simple(self, a: int, step: Callable[..., None], *args: Any) -> bool:
         if process := self._living(a):
-            self.call(process, event)
+            self.call(process, step, *args)
         return process is not None
 
     def _join(self, n: int) -> bool:
@@ -211,7 +213,8 @@ class World:
 
     def _apply(self, a: int) -> bool:
         living = tuple(each.me for each in self.processes.values() if each.alive)
-        return self._simple(a, epochs.Apply(tuple(m for m in living if m.id != a)))
+        others = tuple(m for m in living if m.id != a)
+        return self._simple(a, PaxosParticipant.apply, others)
 
     def _work(self, a: int) -> bool:
         process = self._living(a)
@@ -253,8 +256,9 @@ class World:
                 and not self._lacks(holder)
                 and self.reaches(member.id, process.me.id)
             ):
-                fetched = epochs.Fetched(decision.epoch.number, wanted)
-                if TooLate() in self.call(process, fetched) or not process.alive:
+                step = PaxosParticipant.finish
+                outputs = self.call(process, step, decision.epoch.number, wanted, True)
+                if TooLate() in outputs or not process.alive:
                     return True
                 theirs = holder.results
                 if old is None:
@@ -270,8 +274,8 @@ class World:
         # Before a plan that it fulfils: that may end the epoch.
         process.done += 1
         process.results[number] = hash((process.results[number - 1], number, epoch))
-        finished = epochs.Finished(epoch[0] if epoch else 0, number)
-        if TooLate() in self.call(process, finished):
+        of_epoch = epoch[0] if epoch else 0
+        if TooLate() in self.call(process, PaxosParticipant.finish, of_epoch, number):
             process.done -= 1
             del process.results[number]
         else:
@@ -279,8 +283,12 @@ class World:
 
     # The machine, and what must hold.
 
-    def call(self, process: Process, event: epochs.Event) -> tuple[object, ...]:
-        outputs = process.machine.handle(event)
+    def call(
+        self, process: Process, step: Callable[..., None], *args: Any
+    ) -> tuple[object, ...]:
+        """Let a process' machine do a step: a method of `PaxosParticipant`."""
+        machine = process.machine
+        outputs = machine.handle(step, machine, *args)
         for output in outputs:
             if type(output) is epochs.Send:
                 to = output.to
@@ -373,7 +381,7 @@ class World:
         for _ in range(3):
             for process in self.living():
                 if not process.frozen:
-                    self.call(process, epochs.GiveUp())
+                    self.call(process, PaxosParticipant.give_up)
             self._quiet()
         return "stops"
 
@@ -406,7 +414,7 @@ class World:
             return True
         for process in active:
             suspended = process.machine.suspended
-            self.call(process, epochs.Timeout())
+            self.call(process, PaxosParticipant.retry)
             if suspended:
                 self._quiet()
         return False

@@ -15,30 +15,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kerasdist.collectives.elastic.consensus import PaxosParticipant
 from kerasdist.collectives.elastic.epochs import (
-    Apply,
-    Broken,
-    Dead,
     Decision,
-    Event,
-    Fetched,
-    Finished,
-    GiveUp,
     Install,
     Join,
-    Leave,
     Member,
     Message,
-    Received,
     Send,
-    Silent,
     Stop,
     StopReason,
     Suspend,
-    Timeout,
     TooLate,
 )
 from kerasdist.collectives.elastic.peer_messenger import (
@@ -146,7 +135,7 @@ class MembershipService:
         """Begin to ask members to admit this worker; goes on until they have."""
         with self._lock:
             self._hosts = members
-            self._handle(Apply(members))
+            self._handle(self._machine.apply, members)
 
     def formed(self, epoch: int) -> None:
         """Report that this worker is connected with the members of an epoch.
@@ -180,7 +169,7 @@ class MembershipService:
             if admits:
                 waiting, self._waiting = self._waiting, {}
                 for member, message in waiting.items():
-                    self._handle(Received(member, message))
+                    self._handle(self._machine.receive, member, message)
             return self._machine.planning
 
     def leave(self) -> bool:
@@ -190,7 +179,7 @@ class MembershipService:
             Whether that, or another change, is still to come.
         """
         with self._lock:
-            self._handle(Leave())
+            self._handle(self._machine.leave)
             return self._machine.planning
 
     def finished(self, epoch: int, number: int) -> bool:
@@ -200,7 +189,7 @@ class MembershipService:
             epoch: The epoch of the group that finished it.
             number: Its number in the job, over all epochs.
         """
-        return self._done(Finished(epoch, number))
+        return self._done(epoch, number)
 
     def fetched(self, epoch: int, number: int, keep: Callable[[], None]) -> bool:
         """Report the result of a collective that another member has finished.
@@ -214,7 +203,7 @@ class MembershipService:
             Whether it is.
         """
         with self._lock:
-            used = self._done(Fetched(epoch, number))
+            used = self._done(epoch, number, True)
             if used:
                 keep()
         return used
@@ -239,9 +228,8 @@ class MembershipService:
 
     # The machine.
 
-    def _done(self, event: Finished | Fetched) -> bool:
-        with self._lock:
-            outputs = self._handle(event)
+    def _done(self, epoch: int, number: int, fetched: bool = False) -> bool:
+        outputs = self._handle(self._machine.finish, epoch, number, fetched)
         return not any(isinstance(output, TooLate) for output in outputs)
 
     def _received(self, sender: Member, message: Message) -> None:
@@ -252,20 +240,20 @@ class MembershipService:
             if isinstance(message, Join) and message.base is None:
                 self._note_joiner(sender, message)
             else:
-                self._handle(Received(sender, message))
+                self._handle(self._machine.receive, sender, message)
 
     def _replaced(self, member: Member) -> None:
         """Note that the task of a member has a new process."""
         with self._lock:
-            self._handle(Dead(member))
+            self._handle(self._machine.bury, member)
 
     def _note_joiner(self, sender: Member, message: Join) -> None:
         for member in self._members():
             if member.id == sender.id and member < sender:
                 # Its task was started again.
-                self._handle(Dead(member))
+                self._handle(self._machine.bury, member)
         if self._admits or sender in self._members():
-            self._handle(Received(sender, message))
+            self._handle(self._machine.receive, sender, message)
         else:
             self._waiting = {
                 other: each
@@ -274,10 +262,10 @@ class MembershipService:
             }
             self._waiting[sender] = message
 
-    def _handle(self, event: Event) -> tuple[object, ...]:
+    def _handle(self, step: Callable[..., None], *args: Any) -> tuple[object, ...]:
         """Pass an event to the machine, and carry out what it answers, in order."""
         with self._lock:
-            outputs = self._machine.handle(event)
+            outputs = self._machine.handle(step, *args)
             for output in outputs:
                 match output:
                     case Send():
@@ -370,14 +358,14 @@ class MembershipService:
         if member is not None and contact is Contact.DEAD:
             self._note_time()
             if not self._woken:
-                self._handle(Dead(member))
+                self._handle(self._machine.bury, member)
             elif member in self._members():
                 self._follower.stop(StopReason.EXCLUDED, ())
         elif member is not None and contact is Contact.SILENT:
-            self._handle(Silent(member))
+            self._handle(self._machine.miss, member)
         elif not self._machine.suspended:
             # All live: only a connection has broken.
-            self._handle(Broken())
+            self._handle(self._machine.change)
 
     def _members(self) -> tuple[Member, ...]:
         present = self._machine.decision
@@ -398,7 +386,7 @@ class MembershipService:
             with self._lock:
                 self._note_time()
                 if self._hosts:
-                    self._handle(Apply(self._hosts))
+                    self._handle(self._machine.apply, self._hosts)
                 if self._hosts and self._machine.decision is None:
                     self._look_for_hosts()
                 if self._startup is not None:
@@ -408,7 +396,7 @@ class MembershipService:
                     self._since is not None
                     and time.monotonic() - self._since > self._patience
                 )
-                self._handle(GiveUp() if late else Timeout())
+                self._handle(self._machine.give_up if late else self._machine.retry)
 
     def _follow_start(self, startup: Startup) -> None:
         """Look for members that are lost before all are connected."""
@@ -419,7 +407,7 @@ class MembershipService:
             # Members that start late may still take part in the agreement.
             self._since = time.monotonic()
         for member in startup.dead():
-            self._handle(Dead(member))
+            self._handle(self._machine.bury, member)
         if startup.expired and not startup.is_majority():
             missing = tuple(member.id for member in startup.absent())
             self._follower.stop(StopReason.NO_QUORUM, missing)

@@ -176,7 +176,6 @@ class ElasticCommunicator(ForwardingCommunicator):
         self.changes: list[MembershipChange] = []
         self._section: int | None = None
         self._ended = False
-        self._recorders: list[Recorder] = []
         self._step = group.communicator.step
         self._inner: Communicator | None = None
         self.replicas: tuple[int, ...] = ()
@@ -480,9 +479,8 @@ class ElasticCommunicator(ForwardingCommunicator):
         if inner is self._inner:
             return
         inner.step = self._step
-        for recorder in self._recorders:
-            inner.add_recorder(recorder)
         self._inner = inner
+        self._update_recorder()
         self.epoch = group.epoch
         self.finished_before = self._number
         self.rank, self.size = inner.rank, inner.size
@@ -540,14 +538,6 @@ class ElasticCommunicator(ForwardingCommunicator):
             )
         )
 
-    def add_recorder(self, recorder: Recorder) -> None:
-        """See `Communicator.add_recorder`; recording goes on in later groups."""
-        self._recorders.append(recorder)
+    def _record(self, recorder: Recorder | None) -> None:
         if self._inner is not None:
-            self._inner.add_recorder(recorder)
-
-    def remove_recorder(self, recorder: Recorder) -> None:
-        """See `Communicator.remove_recorder`."""
-        self._recorders = [each for each in self._recorders if each is not recorder]
-        if self._inner is not None:
-            self._inner.remove_recorder(recorder)
+            self._inner._record(recorder)

@@ -33,25 +33,18 @@ from there, unless it has accepted another one that those that live may decide a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from kerasdist.collectives.elastic.epochs import (
     Accepted,
-    Apply,
     Ballot,
-    Broken,
-    Dead,
     Decided,
     Decision,
-    Event,
     Excluded,
-    Fetched,
-    Finished,
-    GiveUp,
     Gone,
     Install,
     Join,
-    Leave,
     LeaveRequest,
     Loss,
     Member,
@@ -61,15 +54,12 @@ from kerasdist.collectives.elastic.epochs import (
     Prepare,
     Promise,
     Propose,
-    Received,
     Rejected,
     Send,
-    Silent,
     Stop,
     StopReason,
     Suspend,
     SuspensionReport,
-    Timeout,
     TooLate,
     is_quorum,
     next_decision,
@@ -188,36 +178,16 @@ class PaxosParticipant:
             or self._attempt is not None
         )
 
-    def handle(self, event: Event) -> tuple[Output, ...]:
-        """Take an event and return what is to be done."""
+    def handle(self, step: Callable[..., None], *args: Any) -> tuple[Output, ...]:
+        """Take an event and return what is to be done.
+
+        Args:
+            step: What the event is: one of this machine's public methods below.
+            args: Its arguments.
+        """
         if self.stopped is not None:
             return ()
-        match event:
-            case Received():
-                self._receive(event.sender, event.message)
-            case Finished() | Fetched():
-                self._finish(event)
-            case Dead():
-                self._bury(event.member)
-            case Silent():
-                self._miss(event.member)
-            case Broken():
-                self._change()
-            case Apply():
-                if self.decision is None or self._is_guest():
-                    for member in event.members:
-                        self._send(member, Join(self.decision))
-            case Leave():
-                self._leavers |= {self.me}
-                self._review()
-            case Timeout():
-                if self.suspended:
-                    self._change()
-                else:
-                    self._review()
-            case GiveUp():
-                if self.suspended:
-                    self._stop(StopReason.NO_QUORUM)
+        step(*args)
         if self.stopped is None and self._has_no_elder():
             self._stop(StopReason.NO_ELDER)
         outputs, self._outputs = self._outputs, ()
@@ -225,24 +195,66 @@ class PaxosParticipant:
 
     # This worker's own progress.
 
-    def _finish(self, event: Finished | Fetched) -> None:
+    def finish(self, epoch: int, number: int, fetched: bool = False) -> None:
+        """Note that this worker has the result of a collective.
+
+        Args:
+            epoch: The number of the epoch in which it has it.
+            number: The number of the collective.
+            fetched: Whether the result is from another worker. If not, each member of
+                the epoch must have begun the collective, an all-reduce or a barrier,
+                not a broadcast: it proves that all members are in the epoch.
+        """
         if self.decision is None:
             return
-        if self.suspended or event.epoch != self.decision.epoch.number:
+        if self.suspended or epoch != self.decision.epoch.number:
             # A promise has reported less.
             self._outputs += (TooLate(),)
             return
-        self.progress = event.number
-        if isinstance(event, Finished) and not self.confirmed:
+        self.progress = number
+        if not fetched and not self.confirmed:
             self.confirmed = True
             self._review()
         if self._planned is not None:
             self._on_prepare(*self._planned)
 
-    # Losses, and plans.
+    # Plans.
 
-    def _bury(self, member: Member) -> None:
-        """Note that a process is proven dead."""
+    def apply(self, members: tuple[Member, ...]) -> None:
+        """Ask members to let this process join.
+
+        Repeated until the first collective is finished.
+        """
+        if self.decision is None or self._is_guest():
+            for member in members:
+                self._send(member, Join(self.decision))
+
+    def leave(self) -> None:
+        """Note that this worker wants to leave after its collective."""
+        self._leavers |= {self.me}
+        self._review()
+
+    def retry(self) -> None:
+        """Try again: on a regular occasion, about once per second."""
+        if self.suspended:
+            self.change()
+        else:
+            self._review()
+
+    def give_up(self) -> None:
+        """Stop if training has been suspended for longer than the job is to wait."""
+        if self.suspended:
+            self._stop(StopReason.NO_QUORUM)
+
+    # Losses.
+
+    def bury(self, member: Member) -> None:
+        """Note that a process is proven dead: its host refuses a connection to it.
+
+        An ended connection is no proof. Neither is one that can't be made. Also of
+        absent processes: the epoch's first member has use for the proof while an elder
+        lives.
+        """
         if member in self._dead:
             return
         self._dead |= {member}
@@ -251,19 +263,22 @@ class PaxosParticipant:
             return
         epoch = self.decision.epoch
         if member in epoch.members or (self.suspended and member in epoch.absent):
-            self._change()
+            self.change()
         elif member in epoch.absent:
             self._review()
 
-    def _miss(self, member: Member) -> None:
-        """Note that a process is out of contact."""
+    def miss(self, member: Member) -> None:
+        """Note that a process is out of contact; whether it lives is unknown.
+
+        Also if its connection has ended, and can't be continued without a gap.
+        """
         self._silent |= {member}
         if self.decision is None or member not in self.decision.epoch.members:
             return
         if self._attempt is not None and self._attempt.request.after is None:
             self._propose()
         else:
-            self._change()
+            self.change()
 
     def _review(self) -> None:
         """Start what the present epoch needs: a change, or a planned one."""
@@ -271,7 +286,7 @@ class PaxosParticipant:
             return
         members = self.decision.epoch.members
         if any(each in self._dead or each in self._silent for each in members):
-            self._change()
+            self.change()
         elif self._first() != self.me:
             if self.me in self._leavers:
                 self._send(self._first(), LeaveRequest(self.decision.epoch.number))
@@ -291,8 +306,12 @@ class PaxosParticipant:
             and epoch.absent <= self._dead
         )
 
-    def _change(self) -> None:
-        """Suspend training, and start a ballot or ask the proposer for one."""
+    def change(self) -> None:
+        """Suspend training, and start a ballot or ask the proposer for one.
+
+        Also an event: a connection between members has ended, and both live, as far as
+        is known.
+        """
         if self.decision is None:
             return
         self._suspend()
@@ -430,7 +449,8 @@ class PaxosParticipant:
 
     # Messages.
 
-    def _receive(self, sender: Member, message: Message) -> None:
+    def receive(self, sender: Member, message: Message) -> None:
+        """Take a message of `sender`."""
         if sender in self._dead:
             return
         self._silent -= {sender}
@@ -444,7 +464,7 @@ class PaxosParticipant:
                 if message.epoch > number:
                     self._stop(StopReason.EXCLUDED, (sender,))
             case Gone():
-                self._bury(sender)
+                self.bury(sender)
             case _:
                 if isinstance(message, Prepare):
                     self._learn(message.base)
@@ -483,7 +503,7 @@ class PaxosParticipant:
         self._dead |= message.dead
         attempt = self._attempt
         if news or attempt is None or attempt.request.after is not None:
-            self._change()
+            self.change()
 
     def _on_join(self, joiner: Member, base: Decision | None) -> None:
         if self.decision is None:
@@ -499,7 +519,7 @@ class PaxosParticipant:
         elif not same or same[-1] < joiner:
             self._joiners += (joiner,)
             for other in same:
-                self._bury(other)
+                self.bury(other)
             self._review()
 
     def _correct(self, sender: Member) -> None:
@@ -545,7 +565,7 @@ class PaxosParticipant:
 
     def _send(self, to: Member, message: Message) -> None:
         if to == self.me:
-            self._receive(to, message)
+            self.receive(to, message)
         else:
             self._outputs += (Send(to, message),)
 

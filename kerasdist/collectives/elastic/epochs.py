@@ -1,8 +1,8 @@
-"""The interface of a membership machine to its caller: events, and outputs.
+"""The interface of a membership machine to its caller: epochs, messages, and outputs.
 
 The caller owns connections, timers and collectives. It passes one event at a time, and
-carries out the outputs in their order. It asks by `Finished` before it uses the result
-of a collective, and uses it unless the answer is `TooLate`.
+carries out the outputs in their order. It asks by `PaxosParticipant.finish` before it
+uses the result of a collective, and uses it unless the answer is `TooLate`.
 """
 
 from __future__ import annotations
@@ -353,99 +353,6 @@ Numbered = LeaveRequest | Loss | Prepare | Promise | Rejected | Propose | Accept
 Message = Join | Decided | Excluded | Gone | Numbered
 
 
-# Events.
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A message has arrived from `sender`, which isn't this process."""
-
-    sender: Member
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """The process of `member` is proven dead: its host refuses a connection to it.
-
-    An ended connection is no proof. Neither is one that can't be made. Also of absent
-    processes: the epoch's first member has use for the proof while an elder lives.
-    """
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class Silent:
-    """`member` is out of contact; whether it lives is unknown.
-
-    Also if its connection has ended, and can't be continued without a gap.
-    """
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A connection between members has ended, and both live, as far as is known."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Collective `number` is finished, which each member of the epoch must have begun.
-
-    Of an all-reduce or a barrier, not of a broadcast: it proves that all members are in
-    the epoch.
-    """
-
-    epoch: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """This worker has the result of collective `number` from another one."""
-
-    epoch: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """This process wants to join; repeated until the first collective is finished."""
-
-    members: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    """This worker wants to leave after its collective."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timeout:
-    """A regular occasion to try again, about once per second."""
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Training has been suspended for longer than the job is to wait."""
-
-
-Event = (
-    Received
-    | Dead
-    | Silent
-    | Broken
-    | Finished
-    | Fetched
-    | Apply
-    | Leave
-    | Timeout
-    | GiveUp
-)
-
-
 # Outputs.
 
 
@@ -464,7 +371,7 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class TooLate:
-    """Discard what `Finished` or `Fetched` was about."""
+    """Discard the result that `PaxosParticipant.finish` was about."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -82,7 +81,6 @@ class Link(Protocol):
     def connect(
         self,
         cluster: Cluster,
-        epoch: int,
         *,
         name: str,
         timeouts: Timeouts,
@@ -94,8 +92,8 @@ class Link(Protocol):
 
         Args:
             cluster: The members, with this one's rank.
-            epoch: The epoch's number.
-            name: A name for the epoch, the same on all members and used once.
+            name: A name for the epoch, the same on all members and used once. It ends
+                in the epoch's number.
             timeouts: The time limits.
             replicas: Number of this worker's replicas.
             watch: Called with the group's failure, from another thread.
@@ -216,9 +214,7 @@ class Connector:
             size=len(members),
             workers=tuple(self.addresses[member.id] for member in members),
         )
-        join = self.direct
-        if self.link is not None:
-            join = functools.partial(self.link.connect, epoch=number)
+        join = self.direct if self.link is None else self.link.connect
         job = join(
             cluster,
             name=f"{self.session}.{number}",

@@ -597,8 +597,6 @@ class PeerMessenger:
     def _on_frame(self, key: Any, frame: Frame) -> None:
         """Take a frame, in the thread of all lines."""
         kind, _, payload = frame
-        if kind is FrameType.HEARTBEAT:
-            return
         sender, number = key
         try:
             if kind is not FrameType.MEMBERSHIP or number is None:

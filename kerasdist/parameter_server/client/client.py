@@ -403,8 +403,6 @@ class ServerClient(ServerJob):
 
     def _on_frame(self, key: Hashable, frame: Frame) -> None:
         kind, _, payload = frame
-        if kind is FrameType.HEARTBEAT:
-            return
         if kind is FrameType.FAILURE:
             self.fail(decode(payload)[0])
         elif kind is FrameType.EVENT:

@@ -128,7 +128,7 @@ class NetworkConnection(ServerConnection):
 
         control, roster = self._retry(enrol, deadline, connected)
         shared = self._transport == "auto" and roster.host == host_key()
-        hello = dataclasses.replace(hello, line="data", shared=shared)
+        hello = dataclasses.replace(hello, line="data")
         data = hello_of(self._session, PURPOSE, rank, hello)
         name = roster.unix_name if shared else None
         try:
@@ -143,7 +143,7 @@ class NetworkConnection(ServerConnection):
             raise
         if self._channel is not None:
             self._channel.close()
-        self._channel = Channel(channel, shared=shared, traffic=self._job.traffic)
+        self._channel = Channel(channel, traffic=self._job.traffic)
         self._reason = ""
         self._heartbeat.add(self.index, control)
         return roster
@@ -272,8 +272,8 @@ class InProcessConnection(ServerConnection):
         for each in pair:
             close_in_children(each)
         mine, theirs = connection_pair(*pair)
-        self._channel = Channel(mine, shared=True, traffic=job.traffic)
-        self._theirs = Channel(theirs, shared=True)
+        self._channel = Channel(mine, traffic=job.traffic)
+        self._theirs = Channel(theirs)
         handler.membership.enter(worker, None)
         if handler.snapshotter is not None:
             handler.snapshotter.start()
@@ -316,7 +316,6 @@ def connect_servers(
     on_failure: Callable[[errors.CollectiveError], None] | None = None,
     join_barrier: bool = False,
     session: str | None = None,
-    once: bool = False,
     stop: Cancellation | None = None,
     traffic: Traffic | None = None,
 ) -> ServerClient:
@@ -337,7 +336,6 @@ def connect_servers(
         join_barrier: Whether a worker that starts later joins at an epoch's end, see
             `parameter_server.server.collectives`; else the others wait for it at once.
         session: The name of the session; by default `session_name`.
-        once: As for `ParameterServer`.
         stop: When another thread sets it, the call ends with `Aborted`.
         traffic: Counts the requests, and their replies; by default those of this
             client alone.
@@ -401,9 +399,8 @@ def connect_servers(
                 transport,
                 stop,
             )
-            if once:
-                # A failure that an earlier server reports ends the wait for this one.
-                client.connections.append(connection)
+            # A failure that an earlier server reports ends the wait for this one.
+            client.connections.append(connection)
             try:
                 rosters.append(connection.connect(Deadline(timeouts.startup)))
             finally:
@@ -412,8 +409,6 @@ def connect_servers(
                         *(index, server, 0, connection.unreachable),
                         settings.hold_weights,
                     )
-            if not once:
-                client.connections.append(connection)
             met, joining = rosters[0].met, rosters[0].joining
         client.start(rosters[0])
         resumed = any(each.resumed for each in rosters)

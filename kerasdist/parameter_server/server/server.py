@@ -133,7 +133,7 @@ def _serve_part(cluster: Cluster, served: Successor, part: int) -> Successor | N
 
     launcher = ServerReporter(cluster.task_index)
     patience = settings.restart_timeout if settings.restartable else 0.0
-    started = functools.partial(launcher.begun, patience)
+    started = functools.partial(launcher.report, "begun", patience=patience)
     tolerant = settings.mode == "async"
     server = ParameterServer(
         cluster,
@@ -147,9 +147,12 @@ def _serve_part(cluster: Cluster, served: Successor, part: int) -> Successor | N
     members = server.handler.membership
     if tolerant:
         # Before it is reported to any worker, which then ends.
-        members.on_failure.insert(0, launcher.failed)
+        report = launcher.report
+        members.on_failure.insert(
+            0, lambda e: report("failed", reason=f"{type(e).__name__}: {e}")
+        )
         members.on_event.insert(
-            0, lambda event: launcher.happened(event.kind, event.rank, event.reason)
+            0, lambda event: report(event.kind, rank=event.rank, reason=event.reason)
         )
     log_line(f"{name} serves {cluster.size} worker(s), mode={settings.mode!r}.")
     for table in server.handler.tables.tables.values():  # those of a snapshot
@@ -164,7 +167,7 @@ def serve_logged(cluster: Cluster, server: ServerTask) -> None:
         stats = server.serve()
     except (WorkerLost, ServerLost):
         # It may end before the lost task does.
-        ServerReporter(cluster.task_index).gave_up()
+        ServerReporter(cluster.task_index).report("gave_up")
         raise
     epochs = f"{stats['epochs']:,} epochs, " if "epochs" in stats else ""
     log_line(
@@ -407,7 +410,7 @@ class ParameterServer(ServerTask):
             if worker is None or self._closed:
                 connection.close()
                 return
-            channel = Channel(connection, shared=hello.shared, traffic=self._traffic)
+            channel = Channel(connection, traffic=self._traffic)
             thread = daemon(
                 f"kerasdist-server {self.index} rank {rank}",
                 self._answer,
@@ -453,8 +456,6 @@ class ParameterServer(ServerTask):
 
     def _on_frame(self, key: Any, frame: Frame) -> None:
         kind, _, payload = frame
-        if kind is FrameType.HEARTBEAT:
-            return
         worker = self.handler.membership.current(*key)
         if kind is FrameType.NOTICE:
             if worker is not None:

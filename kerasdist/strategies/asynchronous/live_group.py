@@ -243,15 +243,9 @@ class LiveCommunicator(ForwardingCommunicator):
 
     # Recording goes on when this worker, which may be alone so far, joins the others.
 
-    def add_recorder(self, recorder: Recorder) -> None:
-        """See `Communicator.add_recorder`."""
+    def _record(self, recorder: Recorder | None) -> None:
         for each in {self._inner, self._client.communicator}:
-            each.add_recorder(recorder)
-
-    def remove_recorder(self, recorder: Recorder) -> None:
-        """See `Communicator.remove_recorder`."""
-        for each in {self._inner, self._client.communicator}:
-            each.remove_recorder(recorder)
+            each._record(recorder)
 
     def abort(self, error: CollectiveError | None = None) -> None:
         """See `Communicator.abort`."""

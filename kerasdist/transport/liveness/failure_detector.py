@@ -35,6 +35,7 @@ import math
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,15 +56,12 @@ from kerasdist.transport.liveness.launcher_pipe import Reporter
 #
 #     1. W -> C  HEARTBEAT  in its header is the number of W's collective
 #     2. C -> W  HEARTBEAT  if 1. has the number of W's heartbeat before it: the numbers
-#                           of all ranks that have changed since the last 2.
+#                           of all ranks, unless they are those of the last 2.
 #
 # W needs the others' numbers only when it has waited for a collective until the time is
 # over, in which there are at least four heartbeats. So a rank that moves on gets none.
-# All numbers are 0 at first. Each change is sent once: a connection keeps the order of
-# its frames and ends if one is missing (`kerasdist.transport.handshake`).
+# All numbers are 0 at first. They are compressed: most of them are the same.
 
-# First rank, number of ranks, number of their collective.
-_RUN = struct.Struct("!IIQ")
 # The place of a rank of which nothing is known: not behind any.
 _UNKNOWN = 1 << 64
 
@@ -77,10 +75,11 @@ class CollectiveProgress:
 
     def __init__(self, size: int) -> None:
         self._places = [_UNKNOWN] * size
-        # The number of all changes, at each rank's last one, and when it was sent them.
-        self._changes = 0
-        self._changed = [0] * size
-        self._sent = [0] * size
+        self._form = struct.Struct(f"!{size}Q")
+        # All places as bytes; empty: not made since the last change. And what each rank
+        # was sent last.
+        self._packed = b""
+        self._sent = [b""] * size
 
     def behind(self, place: int) -> list[int]:
         """Return the ranks that haven't reached a collective, in order."""
@@ -93,46 +92,31 @@ class CollectiveProgress:
             An argument of `receive`; empty: nothing needs to be sent.
         """
         if self._places[rank] != place:
-            self._places[rank] = place
-            self._changes += 1
-            self._changed[rank] = self._changes
+            self._places[rank], self._packed = place, b""
             return b""
-        sent, self._sent[rank] = self._sent[rank], self._changes
-        if sent == self._changes:
-            return b""
-        runs: list[list[int]] = []
-        end = last = _UNKNOWN
-        for other, changed in enumerate(self._changed):
-            if changed > sent:
-                number = self._places[other]
-                if other == end and number == last:
-                    runs[-1][1] += 1
-                else:
-                    runs.append([other, 1, number])
-                end, last = other + 1, number
-        return b"".join(_RUN.pack(*run) for run in runs)
+        if not self._packed:
+            # Unknown ones become 0.
+            known = (number % _UNKNOWN for number in self._places)
+            self._packed = zlib.compress(self._form.pack(*known))
+        sent, self._sent[rank] = self._sent[rank], self._packed
+        return b"" if sent == self._packed else self._packed
 
     def receive(self, payload: bytes) -> None:
-        """Note what the chief has sent.
+        """Note what the chief has sent; nothing if that is empty.
 
         Raises:
             ProtocolError: It's damaged.
         """
-        if len(payload) % _RUN.size:
+        if not payload:
+            return
+        try:
+            # Not more than there must be, even if it is damaged.
+            text = zlib.decompressobj().decompress(payload, self._form.size + 1)
+            self._places = list(self._form.unpack(text))
+        except (zlib.error, struct.error) as error:
             raise ProtocolError(
-                f"A heartbeat has the wrong length. Received: {len(payload)} bytes, "
-                f"expected a multiple of {_RUN.size}."
-            )
-        size = len(self._places)
-        # Unknown ones become 0.
-        self._places = [place % _UNKNOWN for place in self._places]
-        for first, count, place in _RUN.iter_unpack(payload):
-            if first + count > size:
-                raise ProtocolError(
-                    f"A heartbeat is damaged. Received: {count} ranks from {first} on, "
-                    f"expected ranks below {size}."
-                )
-            self._places[first : first + count] = [place] * count
+                f"A heartbeat is damaged. Received: {len(payload)} bytes ({error})."
+            ) from None
 
 
 # Seconds that the chief waits for a report that is better than a suspicion.
@@ -346,22 +330,15 @@ class FailureDetector(Supervisor):
     def _decide(self, now: float) -> float:
         """Decide on suspicions that are due, on the chief; return when the next is."""
         with self._changed:
-            if not self._suspicions:
-                return math.inf
-            due = [
-                lost
-                for at, lost in self._suspicions
-                if at <= now or lost.rank in self._departed
-            ]
-            departed = dict(self._departed)
-        if due:
-            lost = due[0]
-            why = departed.get(lost.rank, lost.reason)
-            self._fail(errors.WorkerLost(lost.rank, lost.host, lost.step, why))
-            with self._changed:
-                self._suspicions.clear()
-        with self._changed:
-            return min((at for at, _ in self._suspicions), default=math.inf)
+            for at, lost in self._suspicions:
+                if at <= now or lost.rank in self._departed:
+                    why = self._departed.get(lost.rank, lost.reason)
+                    self._suspicions.clear()
+                    break
+            else:
+                return min((at for at, _ in self._suspicions), default=math.inf)
+        self._fail(errors.WorkerLost(lost.rank, lost.host, lost.step, why))
+        return math.inf
 
     def _await_decision(self) -> None:
         """Wait for the job's first failure, or until no rank is left to decide it.

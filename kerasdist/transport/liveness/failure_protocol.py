@@ -227,15 +227,9 @@ def encode(error: errors.CollectiveError, *, suspected: bool = False) -> bytes:
         suspected: Whether another failure may be the cause: the chief then waits
             a moment for it.
     """
-    args: tuple[Any, ...]
-    if isinstance(error, errors.WorkerLost):
-        reason = error.reason[:_MOST_CHARACTERS]
-        args = (error.rank, error.host, error.step, reason, error.others_go_on)
-    elif isinstance(error, errors.ServerLost):
-        reason = error.reason[:_MOST_CHARACTERS]
-        args = (error.index, error.address, error.step, reason, error.held_weights)
-    else:
-        args = (str(error)[:_MOST_CHARACTERS],)
+    lost = isinstance(error, (errors.WorkerLost, errors.ServerLost))
+    args: Any = error.__reduce__()[1] if lost else (str(error),)
+    args = [each[:_MOST_CHARACTERS] if isinstance(each, str) else each for each in args]
     value = {"error": type(error).__name__, "args": args, "suspected": suspected}
     return json.dumps(value).encode()
 

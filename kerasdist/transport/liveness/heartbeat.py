@@ -148,7 +148,8 @@ class Heartbeat:
         on_frame: Called with a key and a frame: its type, header and payload.
         on_end: Called once with a key and the reason when a connection has ended. A
             frame that it posts to that key is the last that is sent there.
-        beat: Returns payload and header of a heartbeat; by default they are empty.
+        beat: Returns payload and header of a heartbeat. By default they are empty, and
+            `on_frame` doesn't get heartbeats.
         tick: Called after each look at the connections, with the time; returns when
             it must be called again at the latest (monotonic).
         on_crash: Called when the thread has failed; by default all connections end.
@@ -163,7 +164,7 @@ class Heartbeat:
         on_frame: Callable[[Hashable, Frame], None],
         on_end: Callable[[Hashable, str], None],
         *,
-        beat: Callable[[], tuple[bytes, Call]] = lambda: (b"", _NO_CALL),
+        beat: Callable[[], tuple[bytes, Call]] | None = None,
         tick: Callable[[float], float] = lambda now: math.inf,
         on_crash: Callable[[Exception], None] | None = None,
     ) -> None:
@@ -308,7 +309,8 @@ class Heartbeat:
         following = math.inf
         while True:
             if now >= due:
-                self.broadcast(FrameType.HEARTBEAT, *self._beat())
+                beat = (b"", _NO_CALL) if self._beat is None else self._beat()
+                self.broadcast(FrameType.HEARTBEAT, *beat)
                 due = now + interval
             controls = self._wait(min(due, following) - now)
             if controls is None:
@@ -377,7 +379,8 @@ class Heartbeat:
                 frames = control.frames()
             for frame in frames:
                 control.received = now
-                self._handle(key, frame)
+                if self._beat is not None or frame[0] is not FrameType.HEARTBEAT:
+                    self._handle(key, frame)
         except (EOFError, ProtocolError) as error:
             seen = str(error) or "as when a process is killed"
             reason = f"its connection ended ({seen.rstrip('.')})"

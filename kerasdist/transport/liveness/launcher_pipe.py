@@ -104,7 +104,9 @@ class Notice:
 
     Attributes:
         server: Index of the server.
-        kind: "begun", "failed", "gave_up", or an event of a worker: "lost", "joined",
+        kind: "begun": the job begins, and continues without lost workers from now on.
+            "failed": it has failed after all. "gave_up": this server ends because of
+            another task that was lost. Or an event of a worker: "lost", "joined",
             "returned" or "finished".
         rank: That worker, or None.
         reason: The observed cause, without a full stop.
@@ -315,7 +317,7 @@ class Reporter:
 class ServerReporter:
     """Reports the events of a job and its end, if there is a launcher.
 
-    No method waits, or raises `OSError`.
+    `report` doesn't wait, or raise `OSError`.
 
     Args:
         server: Index of this server.
@@ -326,29 +328,14 @@ class ServerReporter:
         self._server = server
         self._pipe = _WritingEnd(environ)
 
-    def begun(self, patience: float) -> None:
-        """Report that the job begins, and continues without lost workers from now on.
+    def report(self, kind: str, **facts: Any) -> None:
+        """Report an event.
 
         Args:
-            patience: The seconds that a lost server is waited for; 0: not at all.
+            kind: See `Notice`.
+            facts: Its further fields.
         """
-        self._write(Notice(server=self._server, kind="begun", patience=patience))
-
-    def failed(self, error: errors.CollectiveError) -> None:
-        """Report that the job has failed after all."""
-        text = f"{type(error).__name__}: {error}"
-        self._write(Notice(server=self._server, kind="failed", reason=text))
-
-    def gave_up(self) -> None:
-        """Report that this server ends because of another task that was lost."""
-        self._write(Notice(server=self._server, kind="gave_up"))
-
-    def happened(self, kind: str, rank: int, reason: str) -> None:
-        """Report an event of a worker, see `Notice`."""
-        self._write(Notice(server=self._server, kind=kind, rank=rank, reason=reason))
-
-    def _write(self, notice: Notice) -> None:
-        self._pipe.write(notice)
+        self._pipe.write(Notice(server=self._server, kind=kind, **facts))
 
 
 def descriptor_in_words(descriptor: int) -> str:

@@ -11,9 +11,10 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 
-from kerasdist.cluster.address import split_address
+from kerasdist.cluster.address import is_own_address, split_address
 from kerasdist.errors import ClusterError
 from kerasdist.transport.deadline import Deadline
+from kerasdist.transport.handshake import is_loopback
 from kerasdist.transport.liveness.announcements import open_sockets, socket_of
 from kerasdist.transport.rendezvous.waiting_notice import look_up
 
@@ -83,7 +84,7 @@ def narrow(address: str) -> bool:
     own = [
         ipaddress.ip_address(str(target[0]).partition("%")[0])
         for family, target in found
-        if _is_own(family, target)
+        if is_own_address(family, target)
     ]
     if not own or len(own) > _MOST_ADDRESSES:
         return False
@@ -116,17 +117,6 @@ def report_unprotected(address: str, narrowed: bool, environ: Mapping[str, str])
     if environ.get("KERASDIST_TLS", "").strip():
         text += ", although KERASDIST_TLS is set"
     return f"{text}: only trusted users may reach its port."
-
-
-def _is_own(
-    family: socket.AddressFamily, target: tuple[str, int] | tuple[str, int, int, int]
-) -> bool:
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((target[0], 0, *target[2:]))
-        except OSError:
-            return False
-    return True
 
 
 def _narrow_one(
@@ -251,7 +241,7 @@ def listen_at(address: str) -> tuple[list[socket.socket], bool]:
                 if error.errno not in _NOT_HERE:
                     raise
                 foreign = error
-        if not made and foreign is not None and _is_local(host):
+        if not made and foreign is not None and is_loopback(address):
             raise foreign
         elsewhere = not made
         if elsewhere:
@@ -277,10 +267,6 @@ def _listening_anywhere(port: int) -> socket.socket:
         if error.errno not in _NOT_HERE:
             raise
     return _listening(socket.AF_INET, ("", port))
-
-
-def _is_local(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def inherited_socket(port: int) -> socket.socket | None:

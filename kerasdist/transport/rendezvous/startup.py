@@ -172,11 +172,8 @@ class Session:
         name: str | None = None,
         stop: Cancellation | None = None,
     ) -> None:
-        if cluster.rank is None or cluster.size < 2:
-            raise ValueError(
-                "A session needs at least two workers. "
-                f"Received: rank={cluster.rank}, size={cluster.size}."
-            )
+        if cluster.rank is None:
+            raise ValueError(f"A session is of workers. Received: {cluster!r}.")
         # As they arrive: tuples as lists, for instance.
         self._settings = json.loads(json.dumps(settings))
         self._addresses = cluster.workers
@@ -226,17 +223,12 @@ class Session:
         """All workers with their names in messages, by rank."""
         return tuple(member.peer for member in self.members)
 
-    def local_ranks(self) -> list[int]:
-        """Return the ranks on this worker's host, this one among them, in order."""
-        mine = self.members[self.rank].host
-        return [member.rank for member in self.members if member.host == mine]
-
-    def leaders(self) -> list[int]:
-        """Return the lowest rank of each host, in order."""
-        first: dict[str, int] = {}
+    def hosts(self) -> list[list[int]]:
+        """Return each host's ranks, in order; the hosts in the order of their first."""
+        ranks: dict[str, list[int]] = {}
         for member in self.members:
-            first.setdefault(member.host, member.rank)
-        return sorted(first.values())
+            ranks.setdefault(member.host, []).append(member.rank)
+        return [*ranks.values()]
 
     def dial(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
         """Connect to `rank` for `purpose`, for bulk data; it must `answer`.
@@ -326,14 +318,10 @@ class Session:
                 grace=_GRACE_SECONDS,
                 connected=connected,
             )
-            fault = ""
-            if [m.rank for m in roster.members] != list(range(len(self._addresses))):
-                fault = "The roster doesn't hold all ranks."
-            elif tuple(m.address for m in roster.members) != self._addresses:
-                fault = "The roster holds other addresses."
-            if fault:
+            # Two epochs of an elastic job may have one name.
+            if tuple(m.address for m in roster.members) != self._addresses:
                 connection.close()
-                raise errors.ProtocolError(fault)
+                raise errors.ProtocolError("The roster holds other addresses.")
             return connection, roster
 
         try:

@@ -266,14 +266,15 @@ class Played:
                 Reporter(f"job {rest[1:]}", int(index), environ).failed(error)
             case ["server", index, "says", what, *rest]:
                 server = ServerReporter(int(index), environ)
+                facts = {}
                 if what == "begun":
-                    server.begun(float(rest[1]) if rest else 0.0)
-                elif what == "gave_up":
-                    server.gave_up()
+                    facts["patience"] = float(rest[1]) if rest else 0.0
                 elif what == "failed":
-                    server.failed(errors.CollectiveMismatch("Ranks differ."))
-                else:
-                    server.happened(what, int(rest[0]), "nothing was received from it")
+                    facts["reason"] = "CollectiveMismatch: Ranks differ."
+                elif what != "gave_up":
+                    why = "nothing was received from it"
+                    facts = {"rank": int(rest[0]), "reason": why}
+                server.report(what, **facts)
             case [seconds, "s", "later"]:
                 self.now += float(seconds)
             case ["epoch", epoch, "has", *ranks, "after", pause, "s"]:

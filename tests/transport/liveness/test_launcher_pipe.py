@@ -121,10 +121,10 @@ def test_half_a_line_waits_for_its_end(pipe):
 
 def test_what_servers_say_is_one_short_line(pipe):
     server = launcher_pipe.ServerReporter(3, pipe.environ)
-    server.begun(7.5)
-    server.happened("lost", 12, "\N{SNOWMAN}" * 1000)
-    server.failed(MISMATCH)
-    server.gave_up()
+    server.report("begun", patience=7.5)
+    server.report("lost", rank=12, reason="\N{SNOWMAN}" * 1000)
+    server.report("failed", reason="CollectiveMismatch: Ranks differ.")
+    server.report("gave_up")
     lines = sent(pipe)
     assert max(map(len, lines)) < 512
     begun, lost, failed, gave_up = map(decode, lines)

@@ -45,8 +45,7 @@ def test_all_know_all():
         assert [str(p) for p in session.peers] == [
             f"rank {r} ({address})" for r, address in enumerate(addresses)
         ]
-        assert session.local_ranks() == list(range(rank % 2, size, 2))
-        assert session.leaders() == [0, 1]
+        assert session.hosts() == [[0, 2, 4], [1, 3]]
         assert sorted(session.controls) == (list(range(1, size)) if rank == 0 else [0])
     # Who leaves at once disturbs nobody.
     sessions[1].close()
