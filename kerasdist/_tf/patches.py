@@ -22,6 +22,7 @@ core
         + to_float $PYTHON.distribute.values.DistributedVariable.__float__
         + to_int $PYTHON.distribute.values.DistributedVariable.__int__
         keep_graph $PYTHON.framework.ops._DefaultGraphStack.reset(self)
+        keep_error $FUNCTION.InterpolateRuntimeError.__exit__(self, typ, exc, tb)
         call $PYTHON.saved_model.load._WrapperFunction._call_flat(self, args, \
                 captured_inputs)
 placement
@@ -40,6 +41,7 @@ remote
         add_function $PYTHON.eager.context.Context.add_c_function(self, c_func)
         remove_function $PYTHON.eager.context.Context.remove_function(self, name)
 """,
+    FUNCTION="tensorflow.python.eager.polymorphic_function.atomic_function",
     PYTHON="tensorflow.python",
 )
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, distribute_utils
 
+from kerasdist._tf.graph_clocks import COLLECTIVE
 from kerasdist._tf.patching import Original
 
 # Facts that are kept about objects of Keras and TensorFlow: all of them.
@@ -179,7 +180,22 @@ def keep_graph(original: Original, graphs: Any) -> None:
         original(graphs)
 
 
-# Calls of a loaded SavedModel's functions in a scope. A hook, see `patches`.
+# Errors of functions, and calls of functions of a loaded SavedModel in a scope. Hooks,
+# see `patches`.
+
+
+def keep_error(
+    original: Original, self: Any, kind: Any, error: Any, frames: Any
+) -> Any:
+    """Replace the end of a function's call: an error in a collective stays as it is.
+
+    TensorFlow looks for the line of Python that has made the operation. That is ours,
+    and shown to nobody, and TensorFlow 2.21 has crashed there, in a worker that would
+    have gone on without a lost one.
+    """
+    if COLLECTIVE in str(getattr(error, "message", "")):
+        return False
+    return original(self, kind, error, frames)
 
 
 def call(original: Original, function: Any, args: Any, captured: Sequence[Any]) -> Any:

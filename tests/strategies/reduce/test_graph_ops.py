@@ -55,6 +55,23 @@ def test_order_over_functions_branches_and_loops(ops):
         assert ran == expected
 
 
+def test_tensorflow_looks_for_no_line_of_a_collective_that_fails(ops):
+    """Only for others' operations: it has crashed in that."""
+
+    def fail(*arrays):
+        raise OSError("broken")
+
+    @tf.function(autograph=False)
+    def step(ours):
+        given = fail, [tf.constant(1.0)], [tf.float32]
+        return ops.call(*given, [()]) if ours else tf.numpy_function(*given)
+
+    for ours in (True, False):
+        with pytest.raises(tf.errors.UnknownError, match="broken") as caught:
+            step(ours)
+        assert ("Detected at node" in caught.value.message) == (not ours)
+
+
 def test_tensorflow_writes_to_no_memory_of_numpys():
     """Results that are lent are read by other workers, too: nothing may change them.
 
