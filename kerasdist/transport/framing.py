@@ -43,7 +43,7 @@ from kerasdist.errors import ProtocolError
 from kerasdist.transport.deadline import Deadline
 
 MAGIC = b"KDST"
-VERSION = 7
+VERSION = 8
 MAX_CONTROL = 1 << 20
 _HEADER = struct.Struct("!4sBBHQBBBxIQQ")
 HEADER_BYTES = _HEADER.size
