@@ -23,6 +23,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from kerasdist._keras.data.arrays import ArrayData
+from kerasdist.strategies.sync import data
 
 ROWS, WIDTH, BATCH = 40_000, 784, 256
 chance = np.random.default_rng(0)
@@ -69,16 +70,15 @@ def compare(order: dict[str, Any]) -> Any:
     """Seconds that the comparison of arrays takes which are the same."""
     rows = order["megabytes"] * 1_000_000 // (4 * WIDTH)
     x = np.resize(X, (rows, WIDTH)) if rows > ROWS else X[:rows]
-    data = ArrayData(ArrayDataAdapter(x, batch_size=BATCH))
+    arrays = ArrayData(ArrayDataAdapter(x, batch_size=BATCH))
     strategy.communicator.barrier()
     begin = time.perf_counter()
-    strategy.extended.data.agree(data)
+    strategy.extended.data.agree(arrays)
     return time.perf_counter() - begin
 
 
 def batches(order: dict[str, Any]) -> Any:
     """Microseconds of one comparison of a batch, and of a `train_on_batch`."""
-    division = strategy.extended.data
     calls = order["calls"]
     batch = X[:BATCH], Y[:BATCH]
     model.train_on_batch(*batch)
@@ -91,15 +91,14 @@ def batches(order: dict[str, Any]) -> Any:
         return (time.perf_counter() - begin) / calls * 1e6
 
     whole = per_call(lambda: model.train_on_batch(*batch))
-    settle, division.verify_or_adopt_batch = (
-        division.verify_or_adopt_batch,
-        lambda batch: batch,
-    )
+    compares = data.verify_or_adopt_batch
+    data.verify_or_adopt_batch = lambda communicator, choice, batch: batch
     try:
         without = per_call(lambda: model.train_on_batch(*batch))
     finally:
-        division.verify_or_adopt_batch = settle
-    return [without, whole, per_call(lambda: division.verify_or_adopt_batch(batch))]
+        data.verify_or_adopt_batch = compares
+    given = strategy.communicator, strategy.extended.data._choice, batch
+    return [without, whole, per_call(lambda: compares(*given))]
 
 
 def answer(order: dict[str, Any]) -> Any:
