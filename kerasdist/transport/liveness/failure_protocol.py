@@ -238,6 +238,7 @@ def decode(payload: bytes | str) -> tuple[errors.CollectiveError, bool]:
     """Return the arguments of `encode`; other bytes are a plain, certain failure."""
     try:
         value = json.loads(payload)
+        json.dumps(value, ensure_ascii=False).encode()  # else no log could have it
         kind, args = getattr(errors, value["error"]), value["args"]
         if issubclass(kind, (errors.WorkerLost, errors.ServerLost)):
             index, address, step, reason, *more = args
