@@ -148,12 +148,7 @@ class DataDivision(Protocol):
     def distribute_arrays(self, data: Any) -> Any: ...
     def distribute_items(self, data: Any) -> Any | None: ...
     def distribute_dataset(
-        self,
-        dataset: Any,
-        length: int | None,
-        generator: Any = None,
-        *,
-        is_items: bool = False,
+        self, dataset: Any, length: int | None, source: Any = None
     ) -> tuple[Any, int | None]: ...
 
 

@@ -78,7 +78,8 @@ def _statistics(trainer: Any) -> list[Any]:
     # those of this worker alone.
     strategy = trainer.distribute_strategy
     hooks = hooks_of(strategy)
-    divided = facets_of(strategy).micro_batches > 1
+    placer = facets_of(strategy).placer
+    divided = placer is not None and placer.micro_batches > 1
     divided |= hooks is not None and hooks.local is not None
     for layer in trainer._flatten_layers():
         own = list(getattr(layer, "_trainable_variables", ()))

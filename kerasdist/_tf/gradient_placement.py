@@ -111,7 +111,8 @@ def _is_placing() -> bool:
 
 
 def _adds_in_turn() -> bool:
-    return current_facets().micro_batches > 1
+    placer = current_facets().placer
+    return placer is not None and placer.micro_batches > 1
 
 
 def device_of(tensors: Any) -> str:

@@ -42,8 +42,6 @@ class StrategyExtensions:
             None.
         in_lockstep: Returns whether all replicas are about to write the same values.
         places_gradients: Whether gradients are computed where their layers are.
-        micro_batches: Into how many parts a replica's batch is divided.
-        rematerialize: Whether activations are computed again instead of kept.
     """
 
     hooks: Any = None
@@ -54,8 +52,6 @@ class StrategyExtensions:
     failure: Callable[[Exception], Exception | None] = lambda error: None
     in_lockstep: Callable[[], bool] = lambda: False
     places_gradients: bool = False
-    micro_batches: int = 1
-    rematerialize: bool = False
 
 
 _NONE = StrategyExtensions()

@@ -226,7 +226,7 @@ class _Profiler(JobCallback):
                 f"{type(self.model.distribute_strategy).__name__}. Measure with "
                 "`RingStrategy()`; the command simulates other strategies."
             )
-        compressor = job.hooks.workers.compression
+        compressor = job.hooks.workers.memories.compressor
         if self._order.command == "advise" and compressor is not None:
             raise SystemExit(
                 "kerasdist advise compares compressors with gradients as they are. "
@@ -375,7 +375,7 @@ def _messages_alone(model: Any, name: str) -> tuple[tuple[GradientMessage, ...],
     Gradients are those of the variables; a table's count whole.
     """
     workers = model.distribute_strategy.extended.workers
-    compressor = compressor_of(name) if name else workers.compression
+    compressor = compressor_of(name) if name else workers.memories.compressor
     variables = model.trainable_variables
     sizes = _bytes_of(variables)
     buckets = in_buckets(sizes, workers.bucket_size)

@@ -73,16 +73,11 @@ class PowerSGD(Compressor):
 
     def init(self, shapes: Sequence[Sequence[int]]) -> Memory:
         """See `Compressor.init`: the residual as a matrix, and Q."""
-        memory: Memory = []
-        for shape in shapes:
-            matrix = self._matrix(shape)
-            known = (
-                None
-                if matrix is None
-                else (np.zeros(matrix, np.float32), self._start(matrix))
-            )
-            memory.append(known or ())
-        return memory
+        matrices = map(self._matrix, shapes)
+        return [
+            () if m is None else (np.zeros(m, np.float32), self._start(m))
+            for m in matrices
+        ]
 
     def _start(self, matrix: tuple[int, int]) -> Any:
         """Return the first Q, the same numbers on all ranks."""

@@ -98,17 +98,9 @@ class TopK(Compressor):
         given = [dense(gradient) for gradient in gradients]
         counts = [self._count(tensor.shape) for tensor in given]
         flat = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in given]
-        velocities, accumulated = (
-            zip(
-                *(
-                    self._add(gradient, parts, count)
-                    for gradient, parts, count in zip(flat, memory, counts, strict=True)
-                ),
-                strict=True,
-            )
-            if given
-            else ((), ())
-        )
+        # u and v of each.
+        added = [self._add(*each) for each in zip(flat, memory, counts, strict=True)]
+        accumulated = [v for _, v in added]
         sparse = [i for i, count in enumerate(counts) if count is not None]
         whole = [i for i, count in enumerate(counts) if count is None]
 
@@ -135,9 +127,7 @@ class TopK(Compressor):
                     math.prod(given[i].shape),
                 )
         after = [
-            self._keep(
-                *(sums[i], memory[i], velocities[i], accumulated[i], places.get(i))
-            )
+            self._keep(sums[i], memory[i], *added[i], places.get(i))
             for i in range(len(given))
         ]
         results = [

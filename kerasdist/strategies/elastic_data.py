@@ -424,21 +424,12 @@ class ContinuableData(SynchronousData, abc.ABC):
 
     array_epochs = ElasticArrays
 
-    def distribute_dataset(
-        self,
-        dataset: Any,
-        length: int | None,
-        generator: Any = None,
-        *,
-        is_items: bool = False,
-    ) -> tuple[Any, int | None]:
+    def distribute_dataset(self, dataset: Any, *args: Any) -> tuple[Any, int | None]:
         """See `SynchronousData.distribute_dataset`."""
         # It is divided again when the workers change.
         whole = WHOLE_DATA.get(dataset)
         dataset = dataset if whole is None else whole
-        made, length = super().distribute_dataset(
-            dataset, length, generator, is_items=is_items
-        )
+        made, length = super().distribute_dataset(dataset, *args)
         return self._continuable(made, dataset), length
 
     @abc.abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -157,16 +156,8 @@ class ModelParallelStrategy(BlockStrategy):
                 planned = find_devices(devices, memory_limits)
                 placer = AutoPlacer(planned, micro_batches, rematerialize=rematerialize)
             else:
-                placer = placer_for(mapping, devices)
-            super().__init__(
-                PlacedExtended(
-                    self,
-                    placer,
-                    self._remote,
-                    micro_batches=micro_batches,
-                    rematerialize=rematerialize,
-                )
-            )
+                placer = placer_for(mapping, devices, micro_batches, rematerialize)
+            super().__init__(PlacedExtended(self, placer, self._remote))
             install_hooks()
         except BaseException as error:
             if self._remote is not None:
@@ -244,7 +235,8 @@ class ModelParallelStrategy(BlockStrategy):
         For stages that take equally long, in the order of `devices`.
         """
         return Pipeline(
-            stages=self.devices, micro_batches=self.extended.kerasdist.micro_batches
+            stages=self.devices,
+            micro_batches=self.extended.kerasdist.placer.micro_batches,
         )
 
     def stage(self, device: str) -> contextlib.AbstractContextManager[None]:
@@ -297,20 +289,17 @@ def check_mapping(placement: Any) -> Mapping[str, str]:
     return placement
 
 
-def placer_for(placement: Mapping[str, str], devices: Sequence[str] | None) -> Placer:
+def placer_for(
+    placement: Mapping[str, str],
+    devices: Sequence[str] | None,
+    micro_batches: int,
+    rematerialize: bool,
+) -> Placer:
     """Return the placer for the placement that a strategy was given.
 
     Raises:
         TypeError, ValueError: See `ModelParallelStrategy`.
     """
-    names, patterns = _places(placement, devices)
-    return Placer(patterns, names)
-
-
-def _places(
-    placement: Mapping[str, str], devices: Sequence[str] | None
-) -> tuple[list[str], Patterns]:
-    """Return all devices, and the patterns with full names of devices."""
     for pattern, device in placement.items():
         if not (isinstance(pattern, str) and isinstance(device, str)):
             raise TypeError(
@@ -333,7 +322,8 @@ def _places(
     if not names:
         known = known_devices()
         names = [name for name in known if ":GPU:" in name] or known[:1]
-    return names, Patterns(dict(zip(placement, found, strict=True)))
+    patterns = Patterns(dict(zip(placement, found, strict=True)))
+    return Placer(patterns, names, micro_batches, rematerialize)
 
 
 # Plans: `kerasdist.plan`, before anything runs, and `placement="auto"`.
@@ -424,12 +414,8 @@ class AutoPlacer(Placer):
         self, devices: Sequence[Device], micro_batches: int, *, rematerialize: bool
     ) -> None:
         names = resolve_devices([device.name for device in devices], "devices")
-        super().__init__(Patterns({}), names)
+        super().__init__(Patterns({}), names, micro_batches, rematerialize)
         self._described = tuple(devices)
-        # Of a batch whose rows aren't known yet.
-        self._run = Run(
-            batch_size=1, micro_batches=micro_batches, rematerialize=rematerialize
-        )
         self._host = _tf.host_of(names[0])
 
     @property
@@ -463,7 +449,11 @@ class AutoPlacer(Placer):
         """
         if self.plan is not None:
             return
-        run = dataclasses.replace(self._run, batch_size=rows)
+        run = Run(
+            batch_size=rows,
+            micro_batches=self.micro_batches,
+            rematerialize=self.rematerialize,
+        )
         costs = describe(lambda: model, run.part_rows, inputs=inputs)
         plan = make_plan(costs, run, self._described)
         full = dict(zip((one.name for one in plan.devices), self.devices, strict=True))

@@ -240,7 +240,7 @@ class RingStrategy(DataParallelStrategy):
                     "each replica. Received: transport='native' with a placement. Use "
                     "transport='auto'."
                 )
-            placer = placer_for(mapping, devices)
+            placer = placer_for(mapping, devices, micro_batches, rematerialize)
         elif micro_batches != 1:
             raise ValueError(
                 "Micro-batches keep the stages of a placement busy. Received: "
@@ -347,12 +347,7 @@ class RingStrategy(DataParallelStrategy):
                 # One worker can't be lost without the job.
                 job, extended = JobAlone(connected, bounds.grace), ExtendedAlone
         if placer is not None:
-            extended = functools.partial(
-                HybridExtended,
-                placer=placer,
-                micro_batches=micro_batches,
-                rematerialize=rematerialize,
-            )
+            extended = functools.partial(HybridExtended, placer=placer)
         elif local is not None:
             extended = functools.partial(LocalExtended, local_steps=local)
         elif balance is not None and place.size > 1:

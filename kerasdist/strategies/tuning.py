@@ -247,7 +247,7 @@ class Tuner:
         self.workers = workers
         self.log_once = log_once
         self.compressors = {name: compressor_of(name) for name in compressors}
-        self.given = Choice(workers.bucket_size, workers.compression)
+        self.given = Choice(workers.bucket_size, workers.memories.compressor)
         self._link: HostLink | None = None
 
     def __call__(self, trainer: Any, calls: Any) -> Callable[[Any], Any]:
@@ -314,7 +314,7 @@ class TunedStep:
         """Take steps on the batches of an iterator."""
         # Another model of the strategy, and another graph of this one, may have been
         # traced in between.
-        self._workers.bucket_size, self._workers.compression = self._choice
+        self._workers.bucket_size, self._workers.memories.compressor = self._choice
         if self._search is None and self._begun:
             return self._calls(iterator)
         begin = time.perf_counter()

@@ -202,7 +202,9 @@ def test_copies_that_differ_alike_on_all_ranks():
     others = SimpleNamespace(
         size=2, ranks=[0, 1], broadcast=lambda values, root: values
     )
-    others.all_gather = lambda mine: [mine, mine]
+    # Of the form, of hashes, which are drawn where copies differ, and of those after.
+    flips = iter([0, 1, 0])
+    others.all_gather = lambda mine: [mine, mine ^ np.uint8(next(flips))]
     workers = SimpleNamespace(communicator=others, copies=lambda held: held)
     copies = [tf.Variable([1.0]), tf.Variable([2.0])]
     assert share_state(workers, [copies], 0).differed == 1

@@ -1,5 +1,7 @@
 """What each compressor does: oracles of linear algebra, traces, published bytes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -241,24 +243,26 @@ def test_of_several_workers_of_a_host_one_sends_their_sum():
     # In several threads at once TensorFlow's first dispatch of a function may crash: it
     # isn't safe there (`PyInstanceChecker`).
     some = [[tf.constant(first[0])], [tf.Variable(first[0])], 1.0]
-    compressed_sums(compressor, Memories(compressor), *some, list, tf.identity)
+    workers = SimpleNamespace(memories=Memories(compressor))
+    compressed_sums(workers, *some, list, tf.identity)
 
     def steps(group, given):
         def work(communicator):
             ops = CollectiveOps(communicator, "/device:CPU:0")
-            memories, owner = Memories(compressor), tf.Variable(first[0])
+            workers = SimpleNamespace(memories=Memories(compressor))
+            owner = tf.Variable(first[0])
             within, far = communicator.within_host, not communicator.shares_memory
             leads = within is None or within.rank == 0
             found = [
                 compressed_sums(
-                    *(compressor, memories, [tf.constant(gradient)], [owner], 1.0),
+                    *(workers, [tf.constant(gradient)], [owner], 1.0),
                     *(ops.all_reduce, ops.all_gather),
                     in_host=ops.all_reduce_in_host if far else None,
                     leads=leads,
                 )[0].numpy()
                 for gradient in given[communicator.rank]
             ]
-            kept = [variable.numpy() for variable in memories.variables]
+            kept = [variable.numpy() for variable in workers.memories.variables]
             return leads, [*found, *kept]
 
         return group.run(work)

@@ -138,7 +138,7 @@ def train(compiled=False, **options):
     workers = strategy.extended.workers
     found = [line for line in lines if "tune" in line or "bucket_size" in line]
     return {"loss": history["loss"], "sums": sums, "lines": found,
-            "taken": [workers.bucket_size, repr(workers.compression)]}
+            "taken": [workers.bucket_size, repr(workers.memories.compressor)]}
 
 found = [train(), train(tune=True), train(tune=True)]
 if "MORE" in os.environ:

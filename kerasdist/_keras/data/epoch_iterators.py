@@ -152,18 +152,20 @@ def _divided(
     generator: GeneratorFacts | None,
 ) -> tuple[Any, int | None]:
     """Return a strategy's iterable over the data of an adapter, and its length."""
-    is_items = isinstance(adapter, py_dataset_adapter.PyDatasetAdapter)
+    source: Any = generator
     if hooks.data.shards and isinstance(adapter, array_data_adapter.ArrayDataAdapter):
         arrays = data.distribute_arrays(ArrayData(adapter))
         return arrays, arrays.length
-    if hooks.data.shards and is_items:
-        items = data.distribute_items(ItemData(adapter))
+    if isinstance(adapter, py_dataset_adapter.PyDatasetAdapter):
+        source = ItemData(adapter)
+        items = data.distribute_items(source) if hooks.data.shards else None
         if items is not None:
             adapter.enqueuer = None  # it would read all items
             return items, items.length
-        agree_on_order(adapter, hooks)
+        if hooks.data.shards:
+            agree_on_order(adapter, hooks)
     return data.distribute_dataset(
-        adapter.get_tf_dataset(), adapter.num_batches, generator, is_items=is_items
+        adapter.get_tf_dataset(), adapter.num_batches, source
     )
 
 

@@ -39,7 +39,13 @@ class LayerFacts:
 
 
 class LayerPlacer(Protocol):
-    """The devices of layers; found by `placer_of`."""
+    """The devices of layers; found by `placer_of`.
+
+    Attributes:
+        micro_batches: Into how many parts a replica's batch is divided.
+    """
+
+    micro_batches: int
 
     @property
     def devices(self) -> Sequence[str]:

@@ -27,10 +27,7 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist._keras.data.arrays import ArrayData, BatchIterable
 from kerasdist._keras.data.pydataset import ItemData
-from kerasdist._keras.protocols import StepTimer
 from kerasdist.parameter_server import END
-from kerasdist.strategies.asynchronous.live_group import AsyncWorkers
-from kerasdist.strategies.asynchronous.tables import SharedTables
 from kerasdist.strategies.data.batch_split import (
     FetchedBatches,
     count_rows,
@@ -233,31 +230,19 @@ class AsyncDataset(BatchIterable):
     """The data that `fit` trains on, over epochs; all workers create theirs alike.
 
     Args:
-        workers: The workers that the batches are for.
-        weights: The weights that they train.
-        timer: Measures steps, and the time of waiting.
+        data: The `AsyncData` that makes it.
         source: Reads batches.
         number: The index of this dataset, the same on all workers.
-        on_epoch: Is called with this when it begins an epoch.
 
     Attributes:
+        workers, weights, timer: Those of the data.
         length: Number of batches in a pass over the data; None: not known.
         steps: Number of batches that this worker has taken in this epoch.
     """
 
-    def __init__(
-        self,
-        workers: AsyncWorkers,
-        weights: SharedTables,
-        timer: StepTimer,
-        source: Source,
-        number: int,
-        on_epoch: Callable[[AsyncDataset], None],
-    ) -> None:
-        self.workers = workers
-        self.weights = weights
-        self.timer = timer
-        self._on_epoch = on_epoch
+    def __init__(self, data: Any, source: Source, number: int) -> None:
+        self.workers, self.weights, self.timer = data.workers, data.weights, data.timer
+        self._data = data
         self.source = source
         self.steps = 0
         self._number = number
@@ -298,7 +283,7 @@ class AsyncDataset(BatchIterable):
                 self._used = 0
         self.weights.rebase()
         self.weights.count.begin_epoch()
-        self._on_epoch(self)
+        self._data.present = self
         self._epoch += 1
         self._last = -1
         self.steps = 0
@@ -316,8 +301,7 @@ class AsyncDataset(BatchIterable):
         local = itertools.count()
 
         def claim() -> int | None:
-            number = self._claim(self._last) if gated else next(local)
-            return None if number is None else used + number
+            return self._claim(self._last) if gated else next(local)
 
         if self._limit is not None and gated:
             self._used += self._limit
@@ -422,7 +406,7 @@ class AsyncBatches(FetchedBatches):
         if found is None:
             self.close()
             raise StopIteration
-        self.number = found[0] - self._used
+        self.number = found[0]
         self._ahead = self._pool.submit(self._read)
         return [found[1]]
 
@@ -441,7 +425,7 @@ class AsyncBatches(FetchedBatches):
         if number is None:
             return None
         with tf.device(_tf.host_of(self._dynamic.workers.devices[0])):
-            found = self._dynamic.source.read(number)
+            found = self._dynamic.source.read(self._used + number)
         if found is None:
             self.exhausted = True
             return None

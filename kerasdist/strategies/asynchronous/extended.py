@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from kerasdist import _tf
 from kerasdist._keras.data.arrays import ArrayData, LoopData
-from kerasdist._keras.data.pydataset import ItemData
+from kerasdist._keras.data.pydataset import GeneratorFacts, ItemData
 from kerasdist._keras.protocols import KerasHooks, StepTimer
 from kerasdist._tf.variables import OWN_DATA
 from kerasdist.collectives import gather_json
@@ -98,7 +98,7 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
             self.begin()
             return [np.int32(0)]
 
-        self._workers.ops.call(begin, [], [tf.int32], [tf.TensorShape([])])
+        self._workers.ops.call(begin, [], [tf.TensorSpec([], tf.int32)])
         return self._in_graphs
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -190,10 +190,7 @@ class AsyncLoop(LoopData, _tf.DistributedIterable):
             return [np.bool_(True), *[leaf.numpy() for leaf in leaves]]
 
         more, *leaves = self._workers.ops.call(
-            take,
-            [],
-            [tf.bool, *[each.dtype for each in flat] * len(devices)],
-            [tf.TensorShape([]), *[each.shape for each in flat] * len(devices)],
+            take, [], [tf.TensorSpec([], tf.bool), *flat * len(devices)]
         )
 
         def part(index: int) -> Any:
@@ -281,6 +278,7 @@ class AsyncData:
         data: The division of data that aren't trained on.
 
     Attributes:
+        workers, weights, timer: See above.
         present: The dataset that the current epoch takes its batches from.
         newest: The dataset that was made last.
         datasets: The number of datasets that were made.
@@ -293,9 +291,7 @@ class AsyncData:
         timer: StepTimer,
         data: SynchronousData,
     ) -> None:
-        self._workers = workers
-        self._weights = weights
-        self._timer = timer
+        self.workers, self.weights, self.timer = workers, weights, timer
         self._data = data
         self.present: AsyncDataset | None = None
         self.newest: AsyncDataset | None = None
@@ -308,26 +304,20 @@ class AsyncData:
 
     def distribute_items(self, data: ItemData) -> AsyncDataset:
         """Return dynamic batches of a PyDataset."""
-        form = compare_items(self._workers.communicator, data)
+        form = compare_items(self.workers.communicator, data)
         rows = None if form is None else form.rows or None
         return self._make(ItemSource(data, self._data.seed()), rows)
 
     def distribute_dataset(
-        self,
-        dataset: Any,
-        length: int | None,
-        generator: Any = None,
-        *,
-        is_items: bool = False,
+        self, dataset: Any, length: int | None, source: Any = None
     ) -> tuple[AsyncDataset, int | None]:
         """Return dynamic batches of a `tf.data.Dataset`, and their number.
 
         Raises:
             ValueError: A generator can't be divided.
         """
-        del is_items  # they come by `distribute_items`, or are each worker's own
-        replicas = self._workers.replicas
-        if generator is not None and self._data.shards and replicas > 1:
+        replicas = self.workers.replicas
+        if isinstance(source, GeneratorFacts) and self._data.shards and replicas > 1:
             raise ValueError(
                 "A plain Python generator can't be divided over several replicas: it "
                 "isn't known whether each worker's generator yields the same batches "
@@ -349,7 +339,7 @@ class AsyncData:
         batch_size = static_batch_size(dataset)
         if not self._data.shards:
             return self._make(OwnSource(dataset, length), batch_size)
-        own = own_part(self._workers, dataset, ReplicaLayout(0, 1, 1))
+        own = own_part(self.workers, dataset, ReplicaLayout(0, 1, 1))
         if own is not None:
             return self._make(OwnSource(own, None), batch_size)
         return self._make(DatasetSource(dataset, length), batch_size)
@@ -362,24 +352,14 @@ class AsyncData:
         parts.append(shared if source.is_shared else "each worker's own")
         self._words = ", ".join(parts)
         self.datasets += 1
-        client = self._workers.client
+        client = self.workers.client
         client.datasets += 1
-        self.newest = AsyncDataset(
-            self._workers,
-            self._weights,
-            self._timer,
-            source,
-            client.datasets,
-            self._begin,
-        )
+        self.newest = AsyncDataset(self, source, client.datasets)
         return self.newest
-
-    def _begin(self, dataset: AsyncDataset) -> None:
-        self.present = dataset
 
     def describe(self) -> str:
         """Describe the workers and their data, for the start-up line."""
-        job = self._workers.job
+        job = self.workers.job
         workers = counted(len(job.replicas), "asynchronous worker")
         replicas = counted(sum(job.replicas), "replica")
         return f"{workers} with {replicas} in all, {self._words}"
@@ -597,7 +577,7 @@ class AsyncExtended(SynchronousExtended):
         def first(mine: Any) -> list[Any]:
             return [workers.client.first_value(mine)]
 
-        return workers.ops.call(first, [value], [value.dtype], [value.shape])[0]
+        return workers.ops.call(first, [value], [value])[0]
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         # Not while the workers evaluate together: see `AsyncWorkers.is_local`.

@@ -303,10 +303,7 @@ class SharedTables:
             return [*taken, weights.updates]
 
         *taken, updates = self._workers.ops.call(
-            push,
-            [ended, *before, *after],
-            [*[value.dtype for value in after], tf.int64],
-            [*[value.shape for value in after], tf.TensorShape([])],
+            push, [ended, *before, *after], [*after, tf.TensorSpec([], tf.int64)]
         )
         for variable, value in zip(variables, taken, strict=True):
             for copy in self._workers.copies(variable):

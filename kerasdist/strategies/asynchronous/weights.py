@@ -235,13 +235,11 @@ class SharedWeights:
                 [tf.identity(t) for t in part.read(touched.get(self.keys[index]))]
                 for index, part in self._rows.items()
             ]
-        dtypes = [value.dtype for value in values]
-        shapes = [value.shape for value in values]
-        some_rows = tf.TensorShape([None])
+        like = [*values]
         for index in self._rows:
             variable = self._copies[index][0]
-            dtypes += [tf.int64, variable.dtype]
-            shapes += [some_rows, some_rows.concatenate(variable.shape[1:])]
+            part = tf.TensorSpec([None, *variable.shape[1:]], variable.dtype)
+            like += [tf.TensorSpec([None], tf.int64), part]
 
         def push(*arrays: Array) -> list[Any]:
             rest = iter(arrays[len(values) :])
@@ -251,8 +249,7 @@ class SharedWeights:
         *results, updates = workers.ops.call(
             push,
             [*values, *(tensor for tensors in rows for tensor in tensors)],
-            [*dtypes, tf.int64],
-            [*shapes, tf.TensorShape([])],
+            [*like, tf.TensorSpec([], tf.int64)],
         )
         self.assign(results)
         self._note_updates(self, updates)

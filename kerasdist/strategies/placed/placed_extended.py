@@ -37,8 +37,6 @@ class HybridExtended(SynchronousExtended):
         devices: The placer's.
         job: The connected workers.
         placer: The placement of this worker's replica.
-        micro_batches: The number of parts into which the replica's batch is divided.
-        rematerialize: Whether activations are recomputed instead of kept.
         options: The options of `SynchronousExtended`.
     """
 
@@ -50,16 +48,12 @@ class HybridExtended(SynchronousExtended):
         options: Options,
         *,
         placer: Placer,
-        micro_batches: int,
-        rematerialize: bool = False,
     ) -> None:
         super().__init__(container, devices[:1], job, options)
         # A function that two layers share is traced for the device of each.
         self._retrace_functions_for_each_device = True
         facets = self.kerasdist
         facets.placer = placer
-        facets.micro_batches = micro_batches
-        facets.rematerialize = rematerialize
         # See `_tf.gradient_placement`.
         facets.places_gradients = True
         facets.stage_clock = StageClock(placer.devices, _tf.host_of(devices[0]))
@@ -99,19 +93,13 @@ def placed_step(facets: StrategyExtensions) -> Iterator[None]:
     """Run a step of a placed replica inside of the block.
 
     Args:
-        facets: The strategy's: its placer, micro-batches and stage clock count.
+        facets: The strategy's: its placer and stage clock count.
     """
     with contextlib.ExitStack() as stack:
         if not tf.executing_eagerly():
             choose = facets.placer.choose(tf.compat.v1.get_default_graph())
             stack.enter_context(gradient_placement.default_placement(choose))
-        stack.enter_context(
-            in_micro_batches(
-                facets.micro_batches,
-                rematerialize=facets.rematerialize,
-                clock=facets.stage_clock,
-            )
-        )
+        stack.enter_context(in_micro_batches(facets.placer, facets.stage_clock))
         yield
 
 
@@ -122,18 +110,10 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
         container: The strategy.
         placer: The placement.
         remote: The other workers, if some of the devices are theirs.
-        micro_batches: The number of parts into which each batch is divided.
-        rematerialize: Whether activations are recomputed instead of kept.
     """
 
     def __init__(
-        self,
-        container: Any,
-        placer: Placer,
-        remote: RemoteDevices | None = None,
-        *,
-        micro_batches: int = 1,
-        rematerialize: bool = False,
+        self, container: Any, placer: Placer, remote: RemoteDevices | None = None
     ) -> None:
         super().__init__(container, placer.devices[0])
         # A function that two layers share is traced for the device of each.
@@ -148,8 +128,6 @@ class PlacedExtended(gradient_placement.OneDeviceExtended):
             step_counter=None if remote is None else remote.communicator,
             failure=self._failure,
             places_gradients=True,
-            micro_batches=micro_batches,
-            rematerialize=rematerialize,
         )
 
     def _failure(self, error: Exception) -> Exception | None:

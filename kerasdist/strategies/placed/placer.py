@@ -48,33 +48,27 @@ def check_micro_batches(micro_batches: Any) -> None:
 
 
 @contextlib.contextmanager
-def in_micro_batches(
-    micro_batches: int,
-    *,
-    rematerialize: bool = False,
-    clock: StageClock | None = None,
-) -> Iterator[None]:
+def in_micro_batches(placer: Placer, clock: StageClock) -> Iterator[None]:
     """Call models on parts of the batch in a replica's step, in the block.
 
     The stages then overlap, because a part depends only on itself; and they process the
     parts in order.
 
     Args:
-        micro_batches: The number of parts.
-        rematerialize: Whether activations are recomputed instead of kept.
+        placer: The placement of the replica.
         clock: Measures the stages, if the step is measured.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     first = 0 if graph is None else len(graph.get_operations())
     with (
-        dividing(micro_batches, _merge_slices) as marks,
-        rematerializing(rematerialize),
+        dividing(placer.micro_batches, _merge_slices) as marks,
+        rematerializing(placer.rematerialize),
     ):
         yield
     if graph is None:
         return
     graph_clocks.order_parts(graph, marks.found)
-    if clock is not None and is_timed():
+    if is_timed():
         clock.mark(graph, first, marks.found)
 
 
@@ -121,6 +115,8 @@ class Placer:
         patterns: From layer paths to devices.
         devices: Canonical names of all devices; the first one is for everything that
             no pattern matches.
+        micro_batches: Into how many parts a replica's batch is divided.
+        rematerialize: Whether activations are computed again instead of kept.
 
     Attributes:
         plan: The plan of the placement, if it is planned when it is used; else None.
@@ -129,7 +125,14 @@ class Placer:
 
     plan: Plan | None = None
 
-    def __init__(self, patterns: Patterns, devices: Sequence[str]) -> None:
+    def __init__(
+        self,
+        patterns: Patterns,
+        devices: Sequence[str],
+        micro_batches: int = 1,
+        rematerialize: bool = False,
+    ) -> None:
+        self.micro_batches, self.rematerialize = micro_batches, rematerialize
         self.patterns = patterns
         self.devices = tuple(devices)
         self._stages = _Stages()
@@ -353,8 +356,7 @@ def on_one_device(model: Any) -> Iterator[None]:
     state = whole_state(model)
     _check_room(first, sum(_tf.bytes_of(v) for v in state if v.device != first))
     kept = [(v, v.numpy()) for v in state if v.device == first]
-    placer = _OneDevice(facets.placer)
-    whole = _tf.replaced(facets, placer=placer, micro_batches=1, rematerialize=False)
+    whole = _tf.replaced(facets, placer=_OneDevice(facets.placer))
     try:
         with copied_to(model, first), whole:
             yield

@@ -244,8 +244,7 @@ def check_optimizer(compressor: Compressor | None, optimizer: Any) -> None:
 
 
 def compressed_sums(
-    compressor: Compressor,
-    memories: Memories,
+    workers: Any,
     gradients: Sequence[Any],
     owners: Sequence[Any | None],
     weight: Any,
@@ -260,8 +259,7 @@ def compressed_sums(
     """Sum gradients over all replicas; all of them call it alike.
 
     Args:
-        compressor: The compressor.
-        memories: Those of this worker.
+        workers: The `Workers`, of whose `memories` the compressor is.
         gradients: Dense tensors.
         owners: The variable of each gradient, or None.
         weight: Times the gradients it is this replica's part of the sums; 0 gives
@@ -277,6 +275,7 @@ def compressed_sums(
     Returns:
         The sums, the same on all replicas.
     """
+    compressor, memories = workers.memories.compressor, workers.memories
     parts = [
         _part(compressor, gradient, owner, weight)
         for gradient, owner in zip(gradients, owners, strict=True)

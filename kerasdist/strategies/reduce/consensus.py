@@ -13,7 +13,8 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.collectives import gather_json
 from kerasdist.collectives.fused_buffer import in_buckets
-from kerasdist.errors import CollectiveMismatch
+from kerasdist.collectives.row_exchange import Array
+from kerasdist.errors import CollectiveError, CollectiveMismatch
 from kerasdist.placement.plan import counted
 from kerasdist.strategies.reduce.workers import Workers
 
@@ -146,22 +147,18 @@ def check_state(
         every = communicator.all_gather(np.frombuffer(b"".join(mine), np.uint8))
         if len({each.tobytes() for each in every} | {*mine}) == 1:
             return
-    digests = [digest_of(each[0]) for each in copies]
-    if epoch is not None and workers.local_replicas > 1:
-        for number, each in enumerate(copies):
-            if len({digest_of(copy) for copy in each}) > 1:
-                digests[number] = secrets.token_bytes(32)  # it equals no other
+    table = digests_of(copies if epoch is not None else [each[:1] for each in copies])
     contents = hashlib.sha256()
     for _, part in parts:
         for copy in workers.copies(part):
             contents.update(np.asarray(copy).tobytes())
-    both = hashlib.sha256(b"".join(digests)).digest() + contents.digest()
+    both = hashlib.sha256(table.tobytes()).digest() + contents.digest()
     every = communicator.all_gather(np.frombuffer(both, np.uint8))
     if all(np.array_equal(theirs[:32], every[0][:32]) for theirs in every):
         if not all(np.array_equal(theirs, every[0]) for theirs in every):
             Consensus(workers).average([part for _, part in parts])
         return
-    counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(digests))])]
+    counts = [int(c[0]) for c in communicator.all_gather([np.int64(len(table))])]
     if len(set(counts)) == 1 and broadcast and epoch is None:
         every_copy = [workers.copies(each) for _, each in (*variables, *parts)]
         give_values(workers, every_copy)
@@ -169,11 +166,10 @@ def check_state(
     if len(set(counts)) > 1:
         what = f"they have {counts} variables, by rank"
     else:
-        table = np.frombuffer(b"".join(digests), np.uint8).reshape(len(digests), -1)
         tables = communicator.all_gather(table)
         found = [
             variables[i]
-            for i in range(len(digests))
+            for i in range(len(table))
             if any(not np.array_equal(t[i], tables[0][i]) for t in tables)
         ]
         if _take_rounded(workers, found, log_once):
@@ -185,7 +181,7 @@ def check_state(
             if not np.array_equal(theirs, tables[0])
         ]
         what = (
-            f"{len(differing)} of {len(digests)} variables of ranks {ranks} differ "
+            f"{len(differing)} of {len(table)} variables of ranks {ranks} differ "
             f"from rank {communicator.ranks[0]}'s: {differing[:5]}"
             f"{'...' if len(differing) > 5 else ''}"
         )
@@ -317,6 +313,9 @@ def give_values(
 
     Returns:
         The bytes of the values.
+
+    Raises:
+        CollectiveError: A rank holds other values afterwards.
     """
     sizes = [_tf.bytes_of(parts[0]) for parts in copies]
     for group in in_buckets(sizes, _MOST_BYTES):
@@ -328,4 +327,24 @@ def give_values(
             theirs = part.view(value.dtype).reshape(value.shape)
             for copy in copies[i] if takes else ():
                 copy.assign(tf.convert_to_tensor(theirs, copy.dtype))
+    ranks = workers.communicator.ranks
+    every = workers.communicator.all_gather(digests_of([each[:1] for each in copies]))
+    # In an elastic job ranks may be lost meanwhile.
+    named = zip(ranks, every, strict=False)
+    wrong = [rank for rank, theirs in named if (theirs != every[root]).any()]
+    if wrong:
+        raise CollectiveError(
+            f"Ranks {wrong} hold other values than rank {ranks[root]} after they "
+            "received its values. Does another thread of the script write to the "
+            "variables?"
+        )
     return sum(sizes)
+
+
+def digests_of(copies: Sequence[Sequence[Any]]) -> Array:
+    """Return a hash of each variable, 32 bytes; if its copies differ, like no other."""
+    rows = []
+    for parts in copies:
+        found = {digest_of(part) for part in parts}
+        rows.append(found.pop() if len(found) == 1 else secrets.token_bytes(32))
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), 32)

@@ -18,7 +18,6 @@ from kerasdist import _tf
 from kerasdist._keras.context import current
 from kerasdist._keras.protocols import StepTimer, WorkerHooks
 from kerasdist.collectives.fused_buffer import in_buckets
-from kerasdist.compression import Compressor
 from kerasdist.prediction.noise import GradientNorms
 from kerasdist.strategies.reduce.compressed import compressed_sums
 from kerasdist.strategies.reduce.sparse_parts import (
@@ -92,7 +91,9 @@ def end_window(
                             mine.append(_wide(part) + _wide(variable.read_value()))
                             variable.assign(tf.zeros_like(variable))
                     own.append(mine)
-                totals = _sums(workers, own, accumulators, sparse, steps)
+                totals = map(
+                    workers.local, _sums(workers, own, accumulators, sparse, steps)
+                )
                 replicas = workers.replicas
                 return [
                     [tf.cast(total / replicas, parts[0].dtype) for total in local]
@@ -117,17 +118,15 @@ def _sums(
     steps: int,
 ) -> list[list[Any]]:
     """Sum over all replicas; for sparse gradients only the rows that aren't 0."""
-    devices = workers.devices
     tables = [values for values, there in zip(own, sparse, strict=True) if there]
     whole = [values for values, there in zip(own, sparse, strict=True) if not there]
     theirs = [each for each, there in zip(owners, sparse, strict=True) if not there]
     dense = iter(_sums_in_buckets(workers, whole, theirs, steps))
-    with tf.device(_tf.host_of(devices[0])):
+    with tf.device(workers.host):
         slices = [rows_of(tf.add_n(values)) for values in tables]
         summed = sum_over_workers(workers, slices)
         added = [tf.convert_to_tensor(s) for s in summed]
-    copies = [_tf.broadcast_to_devices(table, devices) for table in added]
-    copied = iter([workers.local(copy) for copy in copies])
+    copied = iter([_tf.broadcast_to_devices(table, workers.devices) for table in added])
     return [next(copied if there else dense) for there in sparse]
 
 
@@ -140,29 +139,23 @@ def _sums_in_buckets(
     sums: list[list[Any]] = [[] for _ in own]
     for number, bucket in enumerate(in_buckets(sizes, workers.bucket_size)):
         values = [own[i] for i in bucket]
-        if workers.compression is None:
+        if workers.memories.compressor is None:
             totals = _sum_of_local(workers, values, step=number == 0)
         else:
             some = [owners[i] for i in bucket]
-            compressor = workers.compression
-            totals = _compressed_on_host(workers, compressor, values, some, parts)
+            totals = _compressed_on_host(workers, values, some, parts)
         for i, total in zip(bucket, totals, strict=True):
             sums[i] = total
     return sums
 
 
 def _compressed_on_host(
-    workers: Workers,
-    compressor: Compressor,
-    values: list[list[Any]],
-    owners: Sequence[Any],
-    parts: int,
+    workers: Workers, values: list[list[Any]], owners: Sequence[Any], parts: int
 ) -> list[list[Any]]:
     """Sum by the compressor; the replicas of a worker are added before that."""
-    devices = workers.devices
-    with tf.device(_tf.host_of(devices[0])):
+    with tf.device(workers.host):
         sums = compressed_sums(
-            *(compressor, workers.memories),
+            workers,
             [tf.add_n(v) if len(v) > 1 else v[0] for v in values],
             owners,
             # A part of the mean, so that 16 bits hold it if they hold the gradients.
@@ -171,24 +164,26 @@ def _compressed_on_host(
             workers.ops.all_gather if workers.size > 1 else tf.identity,
         )
         sums = [total * tf.cast(parts, total.dtype) for total in sums]
-    copies = [_tf.broadcast_to_devices(total, devices) for total in sums]
-    return [workers.local(copy) for copy in copies]
+    return [_tf.broadcast_to_devices(total, workers.devices) for total in sums]
 
 
 def _sum_of_local(
     workers: Workers, values: list[list[Any]], *, step: bool
-) -> list[list[Any]]:
-    """Sum each value over all replicas; each has a tensor for each local replica."""
+) -> list[Any]:
+    """Sum each value over all replicas; each has a tensor for each local replica.
+
+    Local replicas are added before the workers are. From there on the steps are those
+    of a worker with one replica, because workers may have different numbers of
+    replicas.
+    """
     sums = workers.ops.reduce_replicas(values, step=step)
     if sums is not None:
-        return sums
-    devices = workers.devices
-    with tf.device(_tf.host_of(devices[0])):
-        local = [tf.add_n(v) if len(v) > 1 else v[0] for v in values]
+        return [_tf.regroup(parts) for parts in sums]
+    added = workers.ops.add_replicas(values)
     if workers.size > 1:
-        local = workers.ops.all_reduce(local, step=step)
-    copies = [_tf.broadcast_to_devices(total, devices) for total in local]
-    return [workers.local(copy) for copy in copies]
+        with tf.device(workers.host):
+            added = workers.ops.sum_gradients(added, tf.constant(1), step=step)
+    return [_tf.broadcast_to_devices(total, workers.devices) for total in added]
 
 
 def _wide(tensor: Any) -> Any:
@@ -277,7 +272,9 @@ def reduce_gradients(
         riding = buckets.pop()
     # The collective with the sums is the last one.
     with_slices = bool(slices) and len(workers.devices) == 1
-    taken = beside if buckets and workers.compression is None and not slices else ()
+    taken = (
+        beside if buckets and workers.memories.compressor is None and not slices else ()
+    )
     totals, sums = _sum_of_dense(
         *(workers, dense, buckets, there, () if slices else after, taken),
         owners=[owner_of(piece) for piece in dense],
@@ -314,7 +311,7 @@ def _may_ride(workers: Workers, bucket: list[Any]) -> bool:
     """Return whether a bucket is sent with the slices, and not by itself."""
     return (
         len(workers.devices) == 1
-        and workers.compression is None
+        and workers.memories.compressor is None
         and sum(_tf.bytes_of(gradient) for gradient in bucket) <= _MOST_BESIDE_BYTES
     )
 
@@ -366,7 +363,7 @@ def _sum_of_dense(
         some = [gradients[i] for i in bucket]
         last = bucket is buckets[-1]
         with tf.control_dependencies(after if last else ()):
-            if workers.compression is None:
+            if workers.memories.compressor is None:
                 reduced = _sum_of_bucket(
                     *(workers, some, there, step and number == 0),
                     beside if last else (),
@@ -374,10 +371,7 @@ def _sum_of_dense(
                 reduced, sums = reduced[: len(some)], reduced[len(some) :]
             else:
                 theirs = [owners[i] for i in bucket]
-                reduced = _compressed(
-                    *(workers, workers.compression, some, theirs, there),
-                    sum_over_replicas,
-                )
+                reduced = _compressed(workers, some, theirs, there, sum_over_replicas)
         for i, total in zip(bucket, reduced, strict=True):
             totals[i] = total
     return totals, sums
@@ -387,13 +381,13 @@ def _sum_once(
     workers: Workers, pieces: list[Any], owner_of: Callable[[Any], Any]
 ) -> list[Any]:
     """Sum pieces of gradients in a custom loop, see `sum_once_per_worker`."""
-    if workers.compression is None:
+    if workers.memories.compressor is None:
         return sum_once_per_worker(workers, pieces)
     dense = [piece for piece in pieces if not _is_slices(piece)]
     slices = [piece for piece in pieces if _is_slices(piece)]
     replicas = workers.replicas
     sums = _compressed(
-        *(workers, workers.compression, dense, [owner_of(piece) for piece in dense]),
+        *(workers, dense, [owner_of(piece) for piece in dense]),
         # A part of the mean, so that 16 bits hold it if they hold the gradients.
         tf.constant(1 / replicas),
         sum_once_per_worker,
@@ -407,7 +401,6 @@ def _sum_once(
 
 def _compressed(
     workers: Workers,
-    compressor: Compressor,
     gradients: list[Any],
     owners: Sequence[Any],
     weight: Any,
@@ -416,7 +409,7 @@ def _compressed(
     """Sum over all replicas by the compressor, in replica context."""
     replica = _tf.local_replica_id()
     return compressed_sums(
-        *(compressor, workers.memories, gradients, owners, weight),
+        *(workers, gradients, owners, weight),
         lambda tensors: sum_up(workers, list(tensors)),
         lambda tensor: gather_over_replicas(workers, tensor),
         replica=replica,
@@ -436,22 +429,10 @@ def _sum_of_bucket(
     devices = workers.devices
     if len(devices) == 1:
         return workers.ops.sum_gradients(gradients, there, beside=beside, step=step)
-    host = _tf.host_of(devices[0])
     weighted = [_tf.weighted(gradient, there) for gradient in gradients]
 
-    # Local replicas are added before the workers are. From there on the steps are those
-    # of a worker with one replica, because workers may have different numbers of
-    # replicas.
     def merge(*weighted: Any) -> Any:
-        values = [workers.local(value) for value in weighted]
-        sums = workers.ops.reduce_replicas(values, step=step)
-        if sums is not None:
-            return [_tf.regroup(parts) for parts in sums]
-        added = workers.ops.add_replicas(values)
-        if workers.size > 1:
-            with tf.device(host):
-                added = workers.ops.sum_gradients(added, tf.constant(1), step=step)
-        return [_tf.broadcast_to_devices(total, devices) for total in added]
+        return _sum_of_local(workers, [*map(workers.local, weighted)], step=step)
 
     return list(in_all_replicas(workers, merge, *weighted))
 

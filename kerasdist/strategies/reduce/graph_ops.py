@@ -68,7 +68,7 @@ class CollectiveOps:
             self.communicator.step += step
             return self.communicator.all_reduce(arrays, op, lend=lend)
 
-        return self.call(reduce, tensors, [t.dtype for t in tensors], _shapes(tensors))
+        return self.call(reduce, tensors, tensors)
 
     def all_gather(self, tensor: Any, axis: int = 0) -> Any:
         """Concatenate the workers' tensors along `axis`, in rank order."""
@@ -80,7 +80,7 @@ class CollectiveOps:
 
         shape = tensor.shape.as_list()
         shape[axis] = None
-        return self.call(gather, [tensor], [tensor.dtype], [tf.TensorShape(shape)])[0]
+        return self.call(gather, [tensor], [tf.TensorSpec(shape, tensor.dtype)])[0]
 
     def broadcast(self, tensor: Any) -> Any:
         """Give every worker the chief's tensor; strings and the like stay unchanged.
@@ -97,7 +97,7 @@ class CollectiveOps:
         def give(array: Any) -> list[Any]:
             return self.communicator.broadcast([array])
 
-        return self.call(give, [tensor], [tensor.dtype], [tensor.shape])[0]
+        return self.call(give, [tensor], [tensor])[0]
 
     def sum_gradients(
         self,
@@ -135,8 +135,7 @@ class CollectiveOps:
             return [*found, *map(np.array, sums[len(gradients) :])]
 
         sent = [*gradients, *beside]
-        dtypes = [each.dtype for each in sent]
-        return self.call(reduce, [there, *sent], dtypes, _shapes(sent))
+        return self.call(reduce, [there, *sent], sent)
 
     def all_reduce_in_host(self, tensors: Sequence[Any]) -> list[Any]:
         """Sum each tensor over this host's workers; dtypes and shapes are kept."""
@@ -147,7 +146,7 @@ class CollectiveOps:
         def reduce(*arrays: Any) -> list[Any]:
             return within.all_reduce(arrays)
 
-        return self.call(reduce, tensors, [t.dtype for t in tensors], _shapes(tensors))
+        return self.call(reduce, tensors, tensors)
 
     def exchange_rows(
         self,
@@ -205,14 +204,8 @@ class CollectiveOps:
             )
 
         sent = [part for table in tables for part in (table.values, table.indices)]
-        shapes = [tf.TensorShape([None, *part.shape[1:]]) for part in sent]
-        small = [*dense, *beside]
-        results = self.call(
-            exchange,
-            arguments,
-            [each.dtype for each in (*sent, *small)],
-            [*shapes, *_shapes(small)],
-        )
+        like = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in sent]
+        results = self.call(exchange, arguments, [*like, *dense, *beside])
         slices = [
             tf.IndexedSlices(*results[2 * i : 2 * i + 2], table.dense_shape)
             for i, table in enumerate(tables)
@@ -258,16 +251,14 @@ class CollectiveOps:
         self,
         function: Callable[..., list[Any]],
         tensors: Sequence[Any],
-        dtypes: Sequence[Any],
-        shapes: Sequence[Any],
+        like: Sequence[Any],
     ) -> list[Any]:
         """Run a function of numpy arrays that communicates, in the common order.
 
         Args:
             function: Takes one array per tensor, returns a list of at least one.
             tensors: Its arguments.
-            dtypes: The dtypes of its results.
-            shapes: The shapes of its results.
+            like: Tensors, or their specifications, of its results' dtypes and shapes.
 
         Raises:
             ValueError: XLA would compile it.
@@ -276,7 +267,8 @@ class CollectiveOps:
         if tf.executing_eagerly():
             results = function(*[tensor.numpy() for tensor in tensors])
             return [
-                tf.convert_to_tensor(r, d) for r, d in zip(results, dtypes, strict=True)
+                tf.convert_to_tensor(r, each.dtype)
+                for r, each in zip(results, like, strict=True)
             ]
 
         if _tf.in_xla():
@@ -294,11 +286,14 @@ class CollectiveOps:
         with _tf.outside_of_xla(), tf.device(self._host):
             number = self._counter.assign_add(1, read_value=True)
             results = tf.numpy_function(
-                numbered, [number, *tensors], list(dtypes), name=COLLECTIVE
+                numbered,
+                [number, *tensors],
+                [each.dtype for each in like],
+                name=COLLECTIVE,
             )
             self._hold_back(results)
-        for result, shape in zip(results, shapes, strict=True):
-            result.set_shape(shape)
+        for result, each in zip(results, like, strict=True):
+            result.set_shape(each.shape)
         return list(results)
 
     def _hold_back(self, results: Sequence[Any]) -> None:
@@ -309,10 +304,6 @@ class CollectiveOps:
 
 def _as_dtype(array: Any, dtype: Any) -> Any:
     return array.astype(dtype, copy=False)
-
-
-def _shapes(tensors: Sequence[Any]) -> list[Any]:
-    return [tensor.shape for tensor in tensors]
 
 
 def make_ops(job: StrategyJob, devices: Sequence[str]) -> CollectiveOps:

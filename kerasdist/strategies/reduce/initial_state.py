@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kerasdist.collectives.row_exchange import Array
-from kerasdist.errors import CollectiveError
-from kerasdist.strategies.reduce.consensus import digest_of, give_values
+from kerasdist.strategies.reduce.consensus import digests_of, give_values
 from kerasdist.strategies.reduce.workers import Workers
 
 
@@ -61,37 +59,16 @@ def share_state(workers: Workers, variables: Sequence[Any], root: int) -> Shared
             "There is no such rank to take the initial state from. Received: "
             f"root={root}; expected 0 to {size - 1}."
         )
-    if size == 1:
-        seconds = time.perf_counter() - begin
-        return Shared(
-            workers=1, variables=len(variables), differed=0, size=0, seconds=seconds
-        )
-    copies = [workers.copies(each) for each in variables]
+    copies = [workers.copies(each) for each in variables if size > 1]
     _check_form(communicator, copies)
-    mine = _digests(copies)
+    mine = digests_of(copies)
     every = communicator.all_gather(mine)
     differing = [
         i
         for i in range(len(copies))
         if any(not np.array_equal(theirs[i], every[root][i]) for theirs in every)
-        or not every[root][i].any()
     ]
     total = give_values(workers, [copies[i] for i in differing], root)
-    if differing:
-        changed = [copies[i] for i in differing]
-        every = communicator.all_gather(_digests(changed))
-        ranks = communicator.ranks
-        wrong = [
-            rank
-            for rank, theirs in zip(ranks, every, strict=True)
-            if not np.array_equal(theirs, every[root])
-        ]
-        if wrong:
-            raise CollectiveError(
-                f"Ranks {wrong} hold other values than rank {ranks[root]} after they "
-                "received its values. Does another thread of the script write to the "
-                "variables?"
-            )
     return Shared(
         workers=size,
         variables=len(variables),
@@ -118,16 +95,8 @@ def give_state(workers: Workers, variables: Sequence[Any], newcomer: bool) -> No
     Raises:
         CollectiveError: A newcomer holds other values after all.
     """
-    communicator = workers.communicator
     copies = [workers.copies(each) for each in variables]
     give_values(workers, copies, 0, takes=newcomer)
-    every = communicator.all_gather(_digests([parts[:1] for parts in copies]))
-    wrong = [rank for rank, digests in enumerate(every) if (digests != every[0]).any()]
-    if wrong:
-        raise CollectiveError(
-            "Workers that have joined hold other values than rank 0. Received: ranks "
-            f"{wrong}. Does a thread of the script change the model?"
-        )
 
 
 def _check_form(communicator: Any, copies: Sequence[Sequence[Any]]) -> None:
@@ -145,12 +114,3 @@ def _check_form(communicator: Any, copies: Sequence[Sequence[Any]]) -> None:
         f"{', of different shapes' if len(set(counts)) == 1 else ''}. All ranks must "
         "build and compile the same model."
     )
-
-
-def _digests(copies: Sequence[Sequence[Any]]) -> Array:
-    """Return a hash of each variable, 32 bytes; zeros if its copies differ."""
-    rows = []
-    for parts in copies:
-        found = [digest_of(part) for part in parts]
-        rows.append(found[0] if len(set(found)) == 1 else bytes(32))
-    return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), 32)

@@ -16,7 +16,6 @@ import tensorflow as tf
 from kerasdist import _tf
 from kerasdist.collectives import Communicator
 from kerasdist.collectives.checked import SingleCommunicator
-from kerasdist.compression import Compressor
 from kerasdist.strategies.options import Options, StrategyJob
 from kerasdist.strategies.reduce.compressed import Memories
 from kerasdist.strategies.reduce.graph_ops import CollectiveOps
@@ -242,15 +241,6 @@ class Workers:
         self.fault: Exception | None = None
 
     @property
-    def compression(self) -> Compressor | None:
-        """The compressor of gradients, or None, with which a step is traced."""
-        return self.memories.compressor
-
-    @compression.setter
-    def compression(self, compressor: Compressor | None) -> None:
-        self.memories.compressor = compressor
-
-    @property
     def communicator(self) -> Communicator:
         """The communicator between all workers, also while this one acts alone."""
         return self.job.communicator
@@ -273,7 +263,7 @@ class Workers:
     @property
     def sums_in_host(self) -> bool:
         """Whether a host's replicas add up their gradients before these are sent."""
-        group, compressor = self.ops.communicator, self.compression
+        group, compressor = self.ops.communicator, self.memories.compressor
         # Inside of a host sending is cheap.
         sends_far = group.size > 1 and not group.shares_memory
         return sends_far and compressor is not None and compressor.is_sparse

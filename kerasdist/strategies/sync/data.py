@@ -335,18 +335,13 @@ class SynchronousData:
         return for_replicas(self._workers.devices, part)
 
     def distribute_dataset(
-        self,
-        dataset: Any,
-        length: int | None,
-        generator: Any = None,
-        *,
-        is_items: bool = False,
+        self, dataset: Any, length: int | None, source: Any = None
     ) -> tuple[Any, int | None]:
         """Return the iterable over this worker's parts of a `tf.data.Dataset`.
 
         Also return its number of batches, the same on all workers; None if not known.
-        `generator` is the plain generator that it reads, if any; `is_items` is true if
-        it reads a PyDataset.
+        `source` is what it reads, if that's a plain generator, with its facts, or a
+        PyDataset, as `ItemData`.
         """
         if isinstance(dataset, tf.distribute.DistributedDataset):
             self._given = GivenData(division="distributed already")
@@ -370,10 +365,10 @@ class SynchronousData:
             # This worker's part of the whole isn't known before it's read.
             return self._in_step(own, None)
         # Items have been compared; their reader must not begin before the epoch does.
-        if workers == 1 or is_items:
+        if workers == 1 or isinstance(source, ItemData):
             return self._passes(self._divide, dataset), length
         found: RowPipeline | str = "it reads a generator"
-        if generator is None and self.makes_own_rows:
+        if source is None and self.makes_own_rows:
             found = row_pipeline(dataset)
         rows = None if isinstance(found, str) else found
         divide, whole = self._divide, dataset
@@ -383,7 +378,7 @@ class SynchronousData:
             return self._passes(divide, whole), length
         peeked = PeekedDataset(self._workers, divide, dataset, rows)
         made, length = verify_or_adopt_dataset(
-            peeked, self._timer, self._choice, length, generator
+            peeked, self._timer, self._choice, length, source
         )
         if made is not peeked:
             self._given = dataclasses.replace(
@@ -491,8 +486,8 @@ class SynchronousData:
             parts = [decode(Encoded("text", pair)).numpy() for pair in pairs]
             return [np.concatenate(parts)]
 
-        shape = tf.TensorShape([None, *output.shape[1:]])
-        return ops.call(gather, [output], [tf.string], [shape])[0]
+        like = tf.TensorSpec([None, *output.shape[1:]], tf.string)
+        return ops.call(gather, [output], [like])[0]
 
     def distribute_arrays(self, data: ArrayData) -> Any:
         """Return the iterable over this worker's parts of an `ArrayData`.

@@ -367,5 +367,6 @@ def test_a_reading_thread_that_claims_meanwhile_does_not_undo_the_end():
         told.append(last)
 
     workers = types.SimpleNamespace(client=types.SimpleNamespace(claim=claim))
-    Raced(workers, None, None, None, 1, lambda dataset: None).end_for_all()
+    data = types.SimpleNamespace(workers=workers, weights=None, timer=None)
+    Raced(data, None, 1).end_for_all()
     assert told == [END]

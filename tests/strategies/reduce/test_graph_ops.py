@@ -29,7 +29,7 @@ def test_order_over_functions_branches_and_loops(ops):
             return [array]
 
         one = tf.constant(1.0)
-        return ops.call(function, [one], [tf.float32], [one.shape])[0]
+        return ops.call(function, [one], [one])[0]
 
     @tf.function
     def inner():
@@ -63,8 +63,10 @@ def test_tensorflow_looks_for_no_line_of_a_collective_that_fails(ops):
 
     @tf.function(autograph=False)
     def step(ours):
-        given = fail, [tf.constant(1.0)], [tf.float32]
-        return ops.call(*given, [()]) if ours else tf.numpy_function(*given)
+        one = tf.constant(1.0)
+        if ours:
+            return ops.call(fail, [one], [one])
+        return tf.numpy_function(fail, [one], one.dtype)
 
     for ours in (True, False):
         with pytest.raises(tf.errors.UnknownError, match="broken") as caught:
