@@ -71,7 +71,9 @@ class StepAlone(ContinuableStep):
         if not kind[0]:
             return self._calls(iterator)
         number = self._begin_step()
-        if self._leaving.wanted and current.iterator is not None:
+        wanted = self._leaving.wanted and current.iterator is not None
+        # At the end of data no step follows: `fit` ends its epoch first.
+        if wanted and not (kind[1] and not iterator.next_checksum()):
             depart(self._trainer, self._hooks, self, iterator, number)
         logs = self._calls(iterator)
         # The last execution of a pass may have had fewer; then none follows.

@@ -207,11 +207,18 @@ class DatasetPass(RepeatableIterator, BatchIterator):
         # What is read ahead here would be missing after the next change.
         return _as_it_is(numbered)
 
-    def next_checksum(self) -> int:
-        """See `RepeatableIterator.next_checksum`."""
+    @property
+    def admits(self) -> bool:
+        """See `BatchIterator.admits`: not at the end of data, where no step follows."""
         try:
             self.at_least_one()
         except StopIteration:
+            return False
+        return True
+
+    def next_checksum(self) -> int:
+        """See `RepeatableIterator.next_checksum`."""
+        if not self.admits:
             return 0
         _, batch = self._unfinished
         return checksum_of_batch(batch)
