@@ -451,7 +451,10 @@ def static_batch_size(dataset: Any) -> int | None:
 
     The dataset isn't read. Its last batch may be smaller.
     """
-    size = int(distribute_data.compute_batch_size(dataset))
+    try:
+        size = int(distribute_data.compute_batch_size(dataset))
+    except (AttributeError, IndexError, TypeError, ValueError, tf.errors.OpError):
+        return None  # it was distributed already, or its elements aren't batches
     return None if size < 0 else size
 
 

@@ -462,7 +462,6 @@ class ElasticData(ContinuableData):
     be used in their place, because the chief may be lost.
     """
 
-    makes_own_rows = False  # which are its own may change at any step
     may_be_joined = True
     data_mode = "same"
     explain = staticmethod(in_elastic_job)

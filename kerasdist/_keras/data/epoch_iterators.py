@@ -236,10 +236,7 @@ def batch_size_of_fit() -> int | None:
             items = items.dataset  # the first of a shuffled order may be the short one
         first = tree.flatten(adapter._standardize_batch(items[0]))
         return int(first[0].shape[0]) if first else None
-    try:
-        return _tf.static_batch_size(adapter.get_tf_dataset())
-    except (AttributeError, IndexError, TypeError, ValueError, tf.errors.OpError):
-        return None  # it was distributed already, or its elements aren't batches
+    return _tf.static_batch_size(adapter.get_tf_dataset())
 
 
 def batches_of_fit() -> int | None:

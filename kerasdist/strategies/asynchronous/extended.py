@@ -44,7 +44,7 @@ from kerasdist.strategies.measure.step_clock import StepClock
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import ReplicaLayout
-from kerasdist.strategies.sync.data import SynchronousData, static_batch_size
+from kerasdist.strategies.sync.data import SynchronousData
 from kerasdist.strategies.sync.extended import SynchronousExtended
 
 # Custom loops over the data that asynchronous workers train on.
@@ -336,7 +336,7 @@ class AsyncData:
         if length is None:
             known = int(dataset.cardinality())
             length = known if known >= 0 else None
-        batch_size = static_batch_size(dataset)
+        batch_size = _tf.static_batch_size(dataset)
         if not self._data.shards:
             return self._make(OwnSource(dataset, length), batch_size)
         own = own_part(self.workers, dataset, ReplicaLayout(0, 1, 1))

@@ -222,31 +222,6 @@ def _text(facts: dict[str, Any]) -> str:
     )
 
 
-def share_items(
-    workers: Workers,
-    timer: StepTimer,
-    choice: DataChoice,
-    data: ItemData,
-    draw_seed: Callable[[], int],
-) -> Any | None:
-    """Return the iterable over this worker's parts of all items, or of the chief's.
-
-    Args: See `SharedItems`.
-
-    Returns:
-        None, on all workers, if there are no items or they can't be exchanged (ragged
-        or sparse tensors, strings).
-
-    Raises:
-        ValueError: The workers were given different data. All workers raise it.
-    """
-    items = SharedItems(workers, timer, choice, data, draw_seed)
-    found = items.verify_or_adopt()
-    if found is items and data.shuffle:
-        items.seed = draw_seed()
-    return found
-
-
 @dataclass(eq=False, repr=False)
 class SharedItems:
     """The iterable for Keras in place of a PyDataset; each iteration is an epoch.

@@ -46,7 +46,7 @@ from kerasdist.strategies.data.own_rows import (
     is_by_file,
     own_part,
 )
-from kerasdist.strategies.data.pydataset_exchange import share_items
+from kerasdist.strategies.data.pydataset_exchange import SharedItems
 from kerasdist.strategies.options import Options
 from kerasdist.strategies.reduce.consensus import Consensus
 from kerasdist.strategies.reduce.workers import Workers
@@ -274,8 +274,6 @@ class SynchronousData:
     # The class of the iterables over arrays.
     array_epochs: Callable[..., Any] = ArrayEpochs
     fill_if_empty = staticmethod(fill_if_empty)
-    # Whether workers make only their own rows of a dataset, where they can.
-    makes_own_rows = True
     # The seed of a job that workers may join, for scripts that set none.
     job_seed: int | None = None
     # Whether workers may join one that is alone, which then divides its data.
@@ -368,7 +366,8 @@ class SynchronousData:
         if workers == 1 or isinstance(source, ItemData):
             return self._passes(self._divide, dataset), length
         found: RowPipeline | str = "it reads a generator"
-        if source is None and self.makes_own_rows:
+        # Which are its own may change at any step of a job that others may join.
+        if source is None and not self.may_be_joined:
             found = row_pipeline(dataset)
         rows = None if isinstance(found, str) else found
         divide, whole = self._divide, dataset
@@ -510,14 +509,17 @@ class SynchronousData:
         """
         if self._workers.communicator.size == 1:
             return None
-        items = share_items(self._workers, self._timer, self._choice, data, self.seed)
-        if items is not None:
+        items = SharedItems(self._workers, self._timer, self._choice, data, self.seed)
+        found = items.verify_or_adopt()
+        if found is items and data.shuffle:
+            items.seed = self.seed()
+        if found is not None:
             self._given = GivenData(
-                batch_size=items.rows,
-                batches=items.length,
-                endless=items.length is None,
+                batch_size=found.rows,
+                batches=found.length,
+                endless=found.length is None,
             )
-        return items
+        return found
 
     def agree(self, data: ArrayData) -> int:
         """Make all workers hold the same arrays; return a seed that they agree on."""
@@ -561,13 +563,5 @@ def known_of(dataset: Any, length: int | None) -> GivenData:
     """Return the known facts about a dataset of global batches, without reading it."""
     endless = int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY
     return GivenData(
-        batch_size=static_batch_size(dataset), batches=length, endless=endless
+        batch_size=_tf.static_batch_size(dataset), batches=length, endless=endless
     )
-
-
-def static_batch_size(dataset: Any) -> int | None:
-    """Return the rows of a dataset's batches; None if they aren't known."""
-    try:
-        return _tf.static_batch_size(dataset)
-    except (IndexError, TypeError, ValueError, tf.errors.OpError):
-        return None  # its elements aren't batches: an error when they are used
