@@ -40,9 +40,8 @@ from kerasdist.strategies.data.batch_split import (
     with_own_facts,
 )
 from kerasdist.strategies.data.choice import (
+    DIFFERENT_BATCHES,
     DataChoice,
-    different_batches,
-    with_remedies,
 )
 from kerasdist.strategies.data.comparison import (
     Batch,
@@ -433,7 +432,7 @@ def verify_or_adopt_dataset(
         content,
         length=length,
         origin=lambda: origin_of(source),
-        different=lambda others, _: different_batches(others, communicator.ranks[0]),
+        different=DIFFERENT_BATCHES,
         strange=generator is not None,
     )
     if not why and generator is not None and choice.mode == "auto":
@@ -476,11 +475,8 @@ def verify_or_adopt_batch(
         communicator,
         "batches",
         content,
-        different=lambda others, _: with_remedies(
-            "All workers must be given the same global batch, of which each takes its "
-            "rows",
-            f"batches of ranks {others} differ from rank {communicator.ranks[0]}'s",
-        ),
+        different="All workers must be given the same global batch, of which each "
+        "takes its rows",
     )
     if not why:
         return data
@@ -520,21 +516,13 @@ def verify_or_adopt_arrays(
     if communicator.size == 1:
         return
     x, rest = (tuple(encode(leaf) for leaf in leaves) for leaves in data.leaves())
-    settings = {"shuffle": str(data.shuffle), "batch_size": data.batch_size}
-
-    def different(others: list[int], asked: list[Any]) -> ValueError:
-        del others
-        named = zip(communicator.ranks, asked, strict=True)
-        every = "; ".join(f"rank {rank}: {_text(each)}" for rank, each in named)
-        return with_remedies(
-            "All workers must be given the same data: each takes its own part of every "
-            "global batch",
-            f"arrays that differ, here samples={data.samples}; {every}",
-        )
-
     content = Content([Batch(x, rest)])
     why = choice.of_chief(
-        communicator, "arrays", content, settings=settings, different=different
+        *(communicator, "arrays", content),
+        settings=f"shuffle={data.shuffle}, batch_size={data.batch_size}, "
+        f"samples={data.samples}",
+        different="All workers must be given the same data: each takes its own part of "
+        "every global batch",
     )
     if not why:
         return
@@ -542,7 +530,3 @@ def verify_or_adopt_arrays(
     leaves = content.leaves
     data.replace(chiefs_leaves(communicator, leaves), int(facts["batch_size"]))
     choice.tell("arrays", why, leaves, "{:.3g} MB are sent once")
-
-
-def _text(asked: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in asked.items())

@@ -158,14 +158,17 @@ class SameBatches:
         return [np.int64(checksum)]
 
 
+DIFFERENT_BATCHES = (
+    "The workers read different global batches: each takes its own rows of every "
+    "batch, or its own batches, so all datasets must yield the same batches in the "
+    "same order"
+)
+
+
 def different_batches(others: list[int], first: int) -> ValueError:
     """Return the error that these ranks' batches differ from those of `first`."""
-    return with_remedies(
-        "The workers read different global batches: each takes its own rows of every "
-        "batch, or its own batches, so all datasets must yield the same batches in the "
-        "same order",
-        f"ranks {others} differ from rank {first}",
-    )
+    how = f"ranks {others} differ from rank {first}"
+    return with_remedies(DIFFERENT_BATCHES, how)
 
 
 def checksum_of_batch(batch: Any) -> int:
@@ -317,9 +320,9 @@ class DataChoice:
         content: Content,
         *,
         length: int | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: str = "",
         origin: Callable[[], Origin] | None = None,
-        different: Callable[[list[int], list[Any]], ValueError],
+        different: str | ValueError,
         strange: bool = False,
     ) -> str:
         """Return why the chief's data are used; empty: each worker's own.
@@ -329,11 +332,10 @@ class DataChoice:
             name: A noun for the data, in the plural.
             content: The data.
             length: The length of the data, if `content` is only the beginning.
-            settings: Other facts that must be the same on all workers.
+            settings: Other facts that must be the same on all workers, in words.
             origin: Returns the data's origin.
-            different: Makes the error for data="same", or for equal data with other
-                settings or lengths, from the ranks that differ and all workers'
-                settings.
+            different: The error for data="same", or for equal data with other settings
+                or lengths; or what it says, without a full stop.
             strange: Whether the chief's are used also if nothing is known.
 
         Raises:
@@ -350,8 +352,12 @@ class DataChoice:
             return ""
         same_data = len({(theirs["x"], theirs["rest"]) for theirs in every}) == 1
         if self.mode == "same" or same_data:
-            settings_of_all = [theirs["settings"] for theirs in every]
-            raise self.explain(different(others, settings_of_all))
+            if isinstance(different, str):
+                how = f"{name} of ranks {others} differ from rank {ranks[0]}'s"
+                for rank, theirs in zip(ranks, every, strict=True):
+                    how += f"; rank {rank}: {theirs['settings']}" if settings else ""
+                different = with_remedies(different, how)
+            raise self.explain(different)
         forms = [theirs["form"] for theirs in every if theirs["form"]]
         if any(form != forms[0] for form in forms):
             named = zip(ranks, every, strict=True)

@@ -307,20 +307,14 @@ class SharedItems:
         item = data.read(0) if data.length != 0 else None
         content = Content([] if item is None else [batch_of(item)])
 
-        def error(others: list[int], _: Any) -> ValueError:
-            return different or ValueError(
-                "The workers' PyDatasets hold different items. Received: item 0 of "
-                f"ranks {others} differs from rank 0's."
-            )
-
         why = choice.of_chief(
             self.workers.communicator,
             "PyDatasets",
             content,
             length=data.length,
-            settings={"shuffle": data.shuffle},
+            settings=f"shuffle={data.shuffle}",
             origin=lambda: origin_of(data.dataset),
-            different=error,
+            different=different or "The workers' PyDatasets hold different items",
         )
         if not why:
             if different is not None:
