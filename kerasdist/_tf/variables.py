@@ -185,9 +185,9 @@ def keep_error(
 ) -> Any:
     """Replace the end of a function's call: an error in a collective stays as it is.
 
-    TensorFlow looks for the line of Python that has made the operation. That is ours,
-    and shown to nobody, and TensorFlow 2.21 has crashed there, in a worker that would
-    have gone on without a lost one.
+    TensorFlow looks for the line of Python that has made the operation, which is one of
+    kerasdist. TensorFlow 2.21 has crashed in that: a worker that could go on without a
+    lost one was lost, too.
     """
     if COLLECTIVE in str(getattr(error, "message", "")):
         return False

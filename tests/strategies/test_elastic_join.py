@@ -18,7 +18,7 @@ again = not alone and strategy.communicator.joining
 late = "LATE" in os.environ
 if late:
     from kerasdist._keras.elastic import joining
-    joining._SECONDS = 0.0
+    joining.POLL_SECONDS = 0.0
 
 def wait_for_newcomer():
     # Until the one that was lost has been started again.

@@ -20,7 +20,7 @@ units = int(os.environ.get("UNITS", "16"))
 kind = os.environ.get("KIND", "arrays")
 # So that they leave before the end of `fit`, also on a fast machine.
 from kerasdist._keras.elastic import joining
-joining._SECONDS = 0.03
+joining.POLL_SECONDS = 0.03
 create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
 options = {}
 if "several" in kind:

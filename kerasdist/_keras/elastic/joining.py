@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kerasdist.collectives.elastic.termination import Leaving
 
 # Seconds between two questions whether a worker wants to join.
-_SECONDS = 1.0
+POLL_SECONDS = 1.0
 _MOST_STEPS = 1000
 # How often a newcomer reads the data up to the members' place, before it joins them.
 _APPROACHES = 5
@@ -88,7 +88,7 @@ class Admission:
         self._asked = now
         # Step by step: the first one may have been much faster than the others.
         most = min(2 * self._steps, _MOST_STEPS)
-        wished = int(np.clip(_SECONDS / max(pace, 1e-6), 1, most))
+        wished = int(np.clip(POLL_SECONDS / max(pace, 1e-6), 1, most))
         self._steps = int(self._hooks.consensus.of_chief(wished))
         self._left = self._steps
         # None in a script's own loop over steps.
@@ -210,7 +210,7 @@ def _approach(place: DataPlace, elastic: ElasticHooks) -> None:
         # What can't be continued is refused when the present place is known.
         if facts is None or place.move_to(facts):
             return
-        if time.monotonic() - began < _SECONDS:
+        if time.monotonic() - began < POLL_SECONDS:
             return
 
 

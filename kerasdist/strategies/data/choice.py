@@ -335,7 +335,7 @@ class DataChoice:
             settings: Other facts that must be the same on all workers, in words.
             origin: Returns the data's origin.
             different: The error for data="same", or for equal data with other settings
-                or lengths; or what it says, without a full stop.
+                or lengths; or its first sentence, without a full stop.
             strange: Whether the chief's are used also if nothing is known.
 
         Raises:
