@@ -207,15 +207,6 @@ class DatasetPass(RepeatableIterator, BatchIterator):
         # What is read ahead here would be missing after the next change.
         return _as_it_is(numbered)
 
-    @property
-    def admits(self) -> bool:
-        """See `BatchIterator.admits`: not at the end of data, where no step follows."""
-        try:
-            self.at_least_one()
-        except StopIteration:
-            return False
-        return True
-
     def next_checksum(self) -> int:
         """See `RepeatableIterator.next_checksum`."""
         if not self.admits:

@@ -3,22 +3,26 @@ import signal
 import numpy as np
 import pytest
 from elastic_jobs import elastic_script
+from soak import soak
 
 from workers import Workers
 
 SCRIPT = elastic_script("""
 victim, kind, size = sys.argv[1:4]
 victim, size = int(victim), int(size)
-create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
-strategy = create(
-    elastic=True, startup_timeout=60, shard="off" if kind == "own" else "rows"
-)
-again = not alone and strategy.communicator.joining
-# Of a newcomer that is ready at the end of an epoch's data.
+# Of a newcomer that comes at the end of an epoch's data.
 late = "LATE" in os.environ
 if late:
     from kerasdist._keras.elastic import joining
     joining.POLL_SECONDS = 0.0
+    begun, ready = (sys.argv[0] + end for end in (f".{me}", ".ready"))
+    while os.path.exists(begun) and not os.path.exists(ready):
+        time.sleep(0.01)
+    open(begun, "w").close()
+create = getattr(kerasdist, os.environ.get("STRATEGY", "RingStrategy"))
+shard = "off" if kind.startswith("own") else "rows"
+strategy = create(elastic=True, startup_timeout=60, shard=shard)
+again = not alone and strategy.communicator.joining
 
 def wait_for_newcomer():
     # Until the one that was lost has been started again.
@@ -80,6 +84,7 @@ class Pace(keras.callbacks.Callback):
         if not alone:
             time.sleep(0.02)
         if late and batch == 7 and self.epochs == [0, 1, 2, 3] and not alone:
+            open(ready, "w").close()
             wait_for_newcomer()
             time.sleep(1.0)  # it asks
         if me == victim and not again and self.taken == 9:
@@ -111,6 +116,9 @@ data = {
     ),
     "unknown": lambda: dict(x=pairs(3).filter(lambda a, b: tf.constant(True))),
     "own": lambda: dict(x=x[me::2], y=y[me::2], batch_size=16),
+    "own_unknown": lambda: dict(x=untuned(
+        tf.data.Dataset.from_tensor_slices((x[me::2], y[me::2])).batch(16)
+    ).filter(lambda a, b: tf.constant(True))),
     "drawn": lambda: dict(x=tf.data.Dataset.from_generator(
         drawn, output_signature=(
             tf.TensorSpec([None, 8], tf.float32), tf.TensorSpec([None], tf.int64)
@@ -191,8 +199,9 @@ def test_the_numbers_are_those_of_one_process(kind, victim, servers):
     assert results[0] == results[1]
 
 
-def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch():
-    one, other = joined("own", 1)
+@pytest.mark.parametrize("kind", ["own", soak("own_unknown late")])
+def test_a_newcomer_begins_with_its_own_data_in_the_next_epoch(kind):
+    one, other = joined(kind, 1)
     assert one == other
     assert one[2] == 2
     assert one[3] == 48

@@ -184,7 +184,14 @@ class BatchIterator(abc.ABC):
 
     @property
     def admits(self) -> bool:
-        """Whether workers may join before the next batch; alike on all workers."""
+        """Whether workers may join before the next batch; alike on all workers.
+
+        Not at the end, where no step follows. The batch is fetched now.
+        """
+        try:
+            self.at_least_one()
+        except StopIteration:
+            return False
         return True
 
 

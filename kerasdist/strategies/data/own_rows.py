@@ -120,6 +120,8 @@ class PerWorkerIterator(FetchedBatches):
         self._by_file = OWN_DATA.get(data.dataset)
         self._last: Any = None
         self._paused = False
+        # Whether the others had fetched the next batch before this worker joined.
+        self._is_known = False
         # A batch that was read for its form, and not yielded yet.
         self._ahead: Any = None
 
@@ -133,12 +135,14 @@ class PerWorkerIterator(FetchedBatches):
             if optional.has_value():
                 self._ahead, self._last = optional, optional.get_value()
         self._paused = paused or self._by_file is True
+        self._is_known = paused
         return True
 
     @property
     def admits(self) -> bool:
         """See `BatchIterator.admits`: the first batch by file is another collective."""
-        return self._paused or not self._by_file or self._last is not None
+        is_first = self._by_file and self._last is None and not self._paused
+        return not is_first and super().admits
 
     def _fetch(self) -> list[Any]:
         try:
@@ -156,7 +160,8 @@ class PerWorkerIterator(FetchedBatches):
         here = optional is not None and bool(optional.has_value())
         fetched = time.time()
         timer.waited(fetched - begin)
-        any_left = Consensus(self._workers).any_of(here)
+        known, self._is_known = self._is_known, False
+        any_left = known or Consensus(self._workers).any_of(here)
         timer.waited(time.time() - fetched, others=True)
         if not any_left:
             raise StopIteration
